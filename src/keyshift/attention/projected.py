@@ -1,0 +1,32 @@
+"""Keys from a projection of their own: MHA (G = H), GQA (1 < G < H), MQA (G = 1)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from keyshift.attention.source import KeySource
+from keyshift.configuration import KeyshiftConfig
+
+
+class ProjectedKeys(KeySource):
+    """K = X W_K, V = X W_V; both are cached."""
+
+    def __init__(self, config: KeyshiftConfig):
+        super().__init__()
+        self.groups = config.num_key_value_heads
+        self.key_heads = self.value_heads = self.stream_heads = self.groups
+        self.k_proj = nn.Linear(config.hidden_size, self.groups * config.qk_nope_head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=False)
+
+    def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
+        return self.k_proj(x_BTE), self.v_proj(x_BTE)
+
+    def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
+        assert key_BTS is not None
+        return key_BTS.unflatten(-1, (self.groups, -1)), value_BTS.unflatten(-1, (self.groups, -1))
+
+    def absorb(self, q_BTHD: Tensor) -> Tensor:
+        return q_BTHD
+
+    def output(self, o_BTHS: Tensor) -> Tensor:
+        return o_BTHS

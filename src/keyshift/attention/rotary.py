@@ -1,0 +1,58 @@
+"""Position: rotary embedding (whole heads or a decoupled slice) and ALiBi.
+
+Shapes: B batch, T tokens, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """The angles of RoPE at some positions: ``cos`` and ``sin`` [B, T, width / 2], float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(positions_BT: Tensor, width: int, theta: float) -> Rotation:
+    """RoPE's angles: position / theta^(2i / width) for the pair i.
+
+    Args:
+        positions_BT: positions in tokens, integer; negative ones rotate backwards.
+        width: how many channels are rotated, even.
+        theta: the base (``rope_theta``).
+    """
+    pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions_BT.device)
+    angles = positions_BT[..., None].float() * theta ** (-pairs / width)
+    return Rotation(angles.cos(), angles.sin())
+
+
+def rotate(x_BTHD: Tensor, by: Rotation) -> Tensor:
+    """Rotate every head: channel i pairs with channel i + D/2, as in Llama. Same shape and dtype as the input.
+
+    The products are taken in float32, so that a query turned m places back and a key turned m places forward
+    agree to rounding in lower precision too.
+    """
+    half = x_BTHD.shape[-1] // 2
+    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
+    if x_BTHD.dtype == torch.float64:
+        cos, sin = cos.double(), sin.double()
+    first, second = x_BTHD[..., :half], x_BTHD[..., half:]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_BTHD.dtype)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """ALiBi's slopes [H], float32 (Press et al. 2022): geometric, 2^(-8/H) … 2^-8 for H a power of two.
+
+    For other H, the slopes of the next lower power of two and every other one of the next higher, as there.
+    """
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    between = [2 ** (-8 * (i + 1) / (2 * lower)) for i in range(0, 2 * lower, 2)]
+    return torch.tensor(slopes + between[: num_heads - lower], dtype=torch.float32)

@@ -1,0 +1,26 @@
+"""The errors a user can cause. The command line prints them as one line and exits with code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user passed: names the argument, its value and what would work."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """Training produced a NaN or infinite loss. ``step`` is the optimiser step at which it happened."""
+
+    def __init__(self, step: int, loss: float):
+        super().__init__(f"loss is {loss} at step {step}")
+        self.step = step
+        self.loss = loss
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint to append to an error about an unknown ``name``: the closest valid one, or all of them."""
+    choices = sorted(valid)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(choices)}"

@@ -1,0 +1,319 @@
+"""The decoder, written once: embeddings, blocks, language-model head. Attention is picked by the config.
+
+Shapes: B batch, T new tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from keyshift.attention import Attention
+from keyshift.attention.frame import Frame, locate
+from keyshift.attention.rotary import alibi_slopes, rotation
+from keyshift.attention.shift import Shift
+from keyshift.attention.value import MappedKeys
+from keyshift.cache import KeyshiftCache
+from keyshift.configuration import KeyshiftConfig
+from keyshift.errors import UserError
+
+# transformers renamed the argument and the output between the ends of the range that is supported.
+CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class SwiGLU(nn.Module):
+    """down(act(gate(x)) * up(x)), Llama's feed-forward layer."""
+
+    def __init__(self, config: KeyshiftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+
+
+class Block(GradientCheckpointingLayer):
+    """Attention and, unless ``mlp="none"``, SwiGLU, each on a normalised input and added to the stream."""
+
+    def __init__(self, config: KeyshiftConfig, layer_idx: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_idx)
+        self.mlp = None
+        if config.mlp == "swiglu":
+            self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.mlp = SwiGLU(config)
+
+    def forward(
+        self, x_BTE: Tensor, frame: Frame, cache: Cache | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        attended, weights = self.self_attn(self.input_layernorm(x_BTE), frame, cache, **kwargs)
+        x_BTE = x_BTE + attended
+        if self.mlp is not None:
+            x_BTE = x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+        return x_BTE, weights
+
+
+class KeyshiftPreTrainedModel(PreTrainedModel):
+    """Initialisation and what transformers needs to know."""
+
+    config_class = KeyshiftConfig
+    config: KeyshiftConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Shift):
+            init.copy_(module.weight, module.initial_weight().to(module.weight.dtype))
+        elif isinstance(module, MappedKeys):
+            init.normal_(module.key_map, std=self.config.initializer_range)
+        elif isinstance(module, Attention) and self.config.key_map_init == "matched":
+            self._match_keys(module)
+
+    def _match_keys(self, attention: Attention) -> None:
+        """Start keys at the queries' RMS, the content slice and the rotary slice each (GVA paper, appendix A)."""
+        attention.source.match_keys(self.config)
+        if attention.rope_key is not None and self.config.query_norm:
+            init.normal_(attention.rope_key.weight, std=self.config.hidden_size**-0.5)
+
+
+class KeyshiftModel(KeyshiftPreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: KeyshiftConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_positions = None
+        if config.position == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of the new tokens; see `KeyshiftForCausalLM.forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("pass exactly one of input_ids and inputs_embeds")
+        x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values if cache is None else cache, use_cache)
+        frame = self._frame(x_BTE, attention_mask, position_ids, document_ids, cache)
+        if output_attentions and (self.config._attn_implementation != "eager" or frame.first_slot):
+            raise UserError(
+                "output_attentions=True needs attn_implementation='eager' and an empty cache: fused attention and "
+                "cached decoding never form the weights"
+            )
+        if self.embed_positions is not None:
+            x_BTE = x_BTE + self.embed_positions(self._table_rows(frame.positions_BT))
+        hidden, attentions = [], []
+        for block in self.layers:
+            hidden.append(x_BTE)
+            x_BTE, weights = block(x_BTE, frame, cache, **kwargs)
+            attentions.append(weights)
+        x_BTE = self.norm(x_BTE)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x_BTE,
+            hidden_states=(*hidden, x_BTE) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+            **{CACHE_NAME: cache},
+        )
+
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
+        if self.gradient_checkpointing and self.training:
+            return None
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if given is None and wanted:
+            return KeyshiftCache(self.config)
+        return given
+
+    def _table_rows(self, positions_BT: Tensor) -> Tensor:
+        if bool((positions_BT >= self.config.max_position_embeddings).any()):
+            raise UserError(
+                f"position {int(positions_BT.max())} is beyond max_position_embeddings="
+                f"{self.config.max_position_embeddings} of position='learned'; shorten the input"
+            )
+        return positions_BT
+
+    def _frame(
+        self,
+        x_BTE: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> Frame:
+        config = self.config
+        batch, tokens = x_BTE.shape[:2]
+        first_slot = 0 if cache is None else int(cache.get_seq_length())
+        positions, starts = locate(
+            batch,
+            tokens,
+            first_slot,
+            device=x_BTE.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+        )
+        rotations = ()
+        if config.rotary_width:
+            turns = config.shift_window if first_slot and config.position == "rope" and config.shifts("k") else 1
+            rotations = tuple(
+                rotation(positions - back, config.rotary_width, config.rope_theta) for back in range(turns)
+            )
+        slopes = None
+        if config.position == "alibi":
+            slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device)
+        mask = None if first_slot else self._mask(x_BTE, starts, slopes)
+        return Frame(first_slot, positions, starts, rotations, mask, slopes)
+
+    def _mask(self, x_BTE: Tensor, starts: Tensor | None, slopes: Tensor | None) -> object:
+        """The mask of a call without cached tokens, in the form that the attention function wants."""
+        implementation = self.config._attn_implementation
+        if slopes is None:
+            if starts is None:
+                return create_causal_mask(self.config, x_BTE, None, None)
+            if implementation not in ("eager", "sdpa", "flex_attention"):
+                raise UserError(
+                    f"padding or packed documents with attn_implementation={implementation!r} are not supported; "
+                    "use 'sdpa', 'eager' or 'flex_attention'"
+                )
+            return create_causal_mask(
+                self.config, x_BTE, None, None, and_mask_function=lambda b, h, q, k: k >= starts[b, q]
+            )
+        if implementation not in ("eager", "sdpa"):
+            raise UserError(
+                f"position='alibi' with attn_implementation={implementation!r} is not supported; use 'sdpa' or 'eager'"
+            )
+        slots = torch.arange(x_BTE.shape[1], device=x_BTE.device)
+        distance = slots[:, None] - slots
+        hidden = distance[None] < 0
+        if starts is not None:
+            hidden = hidden | (slots < starts[:, :, None])
+        bias = -slopes[:, None, None] * distance
+        return bias.masked_fill(hidden[:, None], torch.finfo(x_BTE.dtype).min).to(x_BTE.dtype)
+
+
+class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
+    """The language model. A real transformers class: ``from_pretrained``, ``generate``, ``Trainer``."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: KeyshiftConfig):
+        super().__init__(config)
+        self.model = KeyshiftModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_ids: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the new tokens, and the loss where labels are given.
+
+        Args:
+            input_ids: [B, T], integer; or ``inputs_embeds`` [B, T, E].
+            attention_mask: [B, cached + T]: 0 for padding, on the left or on the right.
+            position_ids: [B or 1, T]; restarting ones mark packed documents.
+            document_ids: [B, cached + T]; a change marks a packed document's start.
+            past_key_values, cache: the cache (transformers renamed the argument); written to in place.
+            labels: [B, T], the tokens themselves (shifted here), -100 where there is nothing to predict.
+            logits_to_keep: how many of the last positions get logits (0: all), or which.
+            output_attentions: return the weights; needs ``attn_implementation="eager"``.
+
+        Returns:
+            ``loss`` (nats per predicted token), ``logits`` [B, T, V], the cache, and what was asked for.
+
+        Raises:
+            UserError: shapes that do not fit, padding between tokens, positions beyond a learned table.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            document_ids=document_ids,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            cache=cache,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+        return result.to_tuple() if return_dict is False else result
+
+    def constrain_(self) -> None:
+        """Clamp the weights of ``shift_weights="clip"``; call after each optimiser step (our trainer does)."""
+        for module in self.modules():
+            if isinstance(module, Shift):
+                module.constrain_()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """`generate()` gets a `KeyshiftCache` of exactly the length it can need, unless told otherwise."""
+        given = model_kwargs.get(CACHE_NAME) is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not given and type(model_kwargs.get(CACHE_NAME)) is DynamicCache:
+            length = kwargs.get("max_cache_length", args[-1] if args else None)
+            model_kwargs[CACHE_NAME] = KeyshiftCache(self.config, max_length=length)
+
+
+AutoModel.register(KeyshiftConfig, KeyshiftModel, exist_ok=True)
+AutoModelForCausalLM.register(KeyshiftConfig, KeyshiftForCausalLM, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Operations: their meaning and checks in ``api``, their definition in ``reference``, fast backends beside them."""

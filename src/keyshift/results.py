@@ -1,0 +1,83 @@
+"""What a comparison measures: the schema of ``report.json``, read by the report and by other programs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class Record(BaseModel):
+    """Base of every record: unknown keys are errors, so that a typo in a producer cannot go unnoticed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Point(Record):
+    """One evaluation during training, on held-out data."""
+
+    step: int = Field(description="optimiser steps taken so far")
+    tokens: int = Field(description="training tokens seen so far")
+    loss: float = Field(description="mean held-out loss, nats per predicted token")
+    accuracy: float | None = Field(None, description="top-1 accuracy where the answer is determined (tasks)")
+    bits_per_byte: float | None = Field(None, description="held-out loss in bits per UTF-8 byte (text)")
+
+
+class ShiftWeights(Record):
+    """The shift weights that one layer learned. ``weights[h][m]`` multiplies the token ``m`` places back."""
+
+    layer: int
+    of: Literal["key", "value", "query"]
+    weights: list[list[float]]
+
+
+class RunResult(Record):
+    """One variant trained with one seed."""
+
+    seed: int
+    status: Literal["finished", "interrupted", "diverged", "pending"]
+    message: str | None = Field(None, description="why the run did not finish")
+    steps: int = Field(0, description="optimiser steps taken")
+    curve: list[Point] = []
+    train_loss: list[tuple[int, float]] = Field([], description="(step, training loss) as logged")
+    train_tokens_per_second: float | None = None
+    decode_ms_per_token: float | None = Field(
+        None, description="milliseconds per generated token, one sequence, median"
+    )
+    shift_weights: list[ShiftWeights] = []
+
+    def steps_to(self, accuracy: float) -> int | None:
+        """The first evaluated step at which held-out accuracy reached ``accuracy``; None if it never did."""
+        reached = (p.step for p in self.curve if p.accuracy is not None and p.accuracy >= accuracy)
+        return next(reached, None)
+
+
+class VariantResult(Record):
+    """One row of the comparison: a model configuration and its runs."""
+
+    name: str
+    config: dict[str, Any] = Field(description="the KeyshiftConfig fields that define the variant")
+    parameters: int = Field(description="trainable parameters, embeddings included, tied ones once")
+    shift_parameters: int = Field(0, description="how many of them are shift weights")
+    cache_bytes_per_token: int = Field(description="predicted, all layers, one sequence, in the run's dtype")
+    cache_bytes_per_token_measured: float | None = Field(
+        None, description="allocated bytes of a real cache, divided by its capacity in tokens"
+    )
+    runs: list[RunResult] = []
+
+
+class Report(Record):
+    """The whole of ``report.json``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    title: str
+    kind: Literal["task", "text"]
+    command: str = Field(description="the command line that produces this report")
+    created: str = Field(description="ISO 8601 time, UTC")
+    environment: dict[str, str] = Field(description="versions, processor, threads")
+    recipe: dict[str, Any] = Field(description="the resolved recipe")
+    data: dict[str, Any] = Field({}, description="facts about the data: tokens, bytes, documents, chance level")
+    complete: bool = Field(description="whether every run finished or diverged")
+    variants: list[VariantResult]
