@@ -1,8 +1,10 @@
 """What each mechanism stores per token: bytes predicted, bytes allocated, and the cache itself.
 
-A layer keeps two flat streams of one head each, ``keys`` [B, 1, T, S_k] and ``values`` [B, 1, T, S_v], raw: the
-shift is applied to scores and weights when they are read, so that cropping, reordering and repeating need no
-state. Only a shifted *query* has one: the last window - 1 raw queries.
+A layer keeps two flat streams of one head each, [B, 1, T, width], in the slots that transformers calls ``keys`` and
+``values``. Projected keys (with the shared rotary key at their end, if there is one) and values fill them in that
+order; a reconstructing mechanism puts its one stream first and the shared rotary key, or nothing, second. They are
+raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and repeating need
+no state. Only a shifted *query* has one: the last window - 1 raw queries.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ GRANULE = 64
 class CacheWidths:
     """Scalars that one layer keeps: per token in each stream, and per sequence for a shifted query."""
 
-    keys: int
-    values: int
+    first: int
+    second: int
     query_state: int = 0
 
 
@@ -37,16 +39,16 @@ def cache_widths(config: KeyshiftConfig) -> CacheWidths:
     query_state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
     state = query_state if config.shifts("q") else 0
     if config.attention == "mla":
-        return CacheWidths(rotary, config.kv_lora_rank, state)
+        return CacheWidths(config.kv_lora_rank, rotary, state)
     if config.attention in ("shared_kv", "gva"):
-        return CacheWidths(rotary, groups * head_dim, state)
+        return CacheWidths(groups * head_dim, rotary, state)
     return CacheWidths(groups * config.qk_nope_head_dim + rotary, groups * head_dim, state)
 
 
 def cache_bytes_per_token(config: KeyshiftConfig, dtype: torch.dtype) -> int:
     """Bytes that one more token of one sequence adds to the cache, over all layers."""
     widths = cache_widths(config)
-    return config.num_hidden_layers * (widths.keys + widths.values) * dtype.itemsize
+    return config.num_hidden_layers * (widths.first + widths.second) * dtype.itemsize
 
 
 def cache_bytes(config: KeyshiftConfig, *, batch: int, tokens: int, dtype: torch.dtype) -> int:
@@ -76,18 +78,18 @@ class StreamLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """The key stream [B, 1, length, S_k], a view; None before the first token."""
+        """The first stream [B, 1, length, width], a view; None before the first token."""
         return None if self._buffers is None else self._buffers[0][:, :, : self.length]
 
     @property
     def values(self) -> Tensor | None:
-        """The value stream [B, 1, length, S_v], a view; None before the first token."""
+        """The second stream [B, 1, length, width], a view; None before the first token."""
         return None if self._buffers is None else self._buffers[1][:, :, : self.length]
 
     @property
     def capacity(self) -> int:
         """Tokens that fit without another allocation."""
-        return 0 if self._buffers is None else self._buffers[1].shape[2]
+        return 0 if self._buffers is None else self._buffers[0].shape[2]
 
     @property
     def allocated_bytes(self) -> int:
@@ -101,7 +103,9 @@ class StreamLayer(CacheLayerMixin):
         self.is_initialized = True
         self._allocate(key_states, value_states, max(self.max_length or 0, key_states.shape[2]))
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append tokens [B, 1, Q, S] and return both streams whole, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -159,8 +163,8 @@ class StreamLayer(CacheLayerMixin):
             return
         if self.query_state is not None and keep > 0:
             raise UserError(
-                "shift='qkv' keeps the last raw queries, which a rollback cannot restore: crop the cache to 0 "
-                "and prefill again, or use shift='kv', which needs no state"
+                "shift='qkv' keeps the last raw queries, which a rollback cannot restore: reset() the cache and "
+                "prefill again, or use shift='kv', which needs no state"
             )
         self.length = max(keep, 0)
         if self.length == 0:
@@ -187,7 +191,9 @@ class StreamLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: this layer stays where it is."""
-        raise UserError("KeyshiftCache cannot be offloaded; pass a transformers DynamicCache(offloading=True)")
+        raise UserError(
+            "KeyshiftCache cannot be offloaded; pass a transformers DynamicCache(offloading=True)"
+        )
 
 
 class KeyshiftCache(Cache):

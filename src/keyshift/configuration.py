@@ -137,7 +137,13 @@ class KeyshiftConfig(PreTrainedConfig):
         for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
                 raise UserError(f"{field}={getattr(self, field)!r} must be a positive integer")
-        optional = ("intermediate_size", "num_key_value_heads", "head_dim", "qk_rope_head_dim", "kv_lora_rank")
+        optional = (
+            "intermediate_size",
+            "num_key_value_heads",
+            "head_dim",
+            "qk_rope_head_dim",
+            "kv_lora_rank",
+        )
         for field in optional:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):

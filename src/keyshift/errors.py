@@ -10,13 +10,19 @@ class UserError(ValueError):
     """A mistake in what the user passed: names the argument, its value and what would work."""
 
 
-class NonFiniteLoss(RuntimeError):
-    """Training produced a NaN or infinite loss. ``step`` is the optimiser step at which it happened."""
+class RunError(RuntimeError):
+    """Something went wrong while running, through no mistake in the arguments: one line, exit code 1."""
 
-    def __init__(self, step: int, loss: float):
-        super().__init__(f"loss is {loss} at step {step}")
+
+class NonFiniteLoss(RunError):
+    """Training produced a NaN or infinite loss or weight. ``step`` is the optimiser step at which it was seen."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(
+            f"{what} at step {step}: training stopped, the last good checkpoint is kept; "
+            "a lower learning_rate or a longer warm-up may help"
+        )
         self.step = step
-        self.loss = loss
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

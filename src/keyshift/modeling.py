@@ -187,9 +187,12 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
         )
         rotations = ()
         if config.rotary_width:
-            turns = config.shift_window if first_slot and config.position == "rope" and config.shifts("k") else 1
+            turns = (
+                config.shift_window if first_slot and config.position == "rope" and config.shifts("k") else 1
+            )
             rotations = tuple(
-                rotation(positions - back, config.rotary_width, config.rope_theta) for back in range(turns)
+                rotation(positions - back, config.rotary_width, config.rope_theta, x_BTE.dtype)
+                for back in range(turns)
             )
         slopes = None
         if config.position == "alibi":
@@ -220,8 +223,8 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
         hidden = distance[None] < 0
         if starts is not None:
             hidden = hidden | (slots < starts[:, :, None])
-        bias = -slopes[:, None, None] * distance
-        return bias.masked_fill(hidden[:, None], torch.finfo(x_BTE.dtype).min).to(x_BTE.dtype)
+        bias = (-slopes[:, None, None] * distance).to(x_BTE.dtype)
+        return bias.masked_fill(hidden[:, None], torch.finfo(x_BTE.dtype).min)
 
 
 class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
@@ -303,6 +306,16 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         for module in self.modules():
             if isinstance(module, Shift):
                 module.constrain_()
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+        """The two-dimensional mask as it is: `forward` derives everything from it, for static caches too."""
+        return attention_mask
+
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Padding that transformers infers from pad tokens counts at the ends only: inside it is text."""
+        real = super()._prepare_attention_mask_for_generation(*args, **kwargs).long()
+        return real.cummax(-1).values & real.flip(-1).cummax(-1).values.flip(-1)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

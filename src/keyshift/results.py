@@ -78,6 +78,8 @@ class Report(Record):
     created: str = Field(description="ISO 8601 time, UTC")
     environment: dict[str, str] = Field(description="versions, processor, threads")
     recipe: dict[str, Any] = Field(description="the resolved recipe")
-    data: dict[str, Any] = Field({}, description="facts about the data: tokens, bytes, documents, chance level")
+    data: dict[str, Any] = Field(
+        {}, description="facts about the data: tokens, bytes, documents, chance level"
+    )
     complete: bool = Field(description="whether every run finished or diverged")
     variants: list[VariantResult]

@@ -102,7 +102,11 @@ def _run_starts(ids_BT: Tensor) -> Tensor:
 
 
 def _starts_of_positions(position_ids: Tensor, batch: int, slots: Tensor) -> Tensor:
-    if position_ids.dim() != 2 or position_ids.shape[1] != len(slots) or position_ids.shape[0] not in (1, batch):
+    if (
+        position_ids.dim() != 2
+        or position_ids.shape[1] != len(slots)
+        or position_ids.shape[0] not in (1, batch)
+    ):
         raise UserError(
             f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, len(slots))}: the new tokens"
         )

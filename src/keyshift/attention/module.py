@@ -62,7 +62,9 @@ class Attention(nn.Module):
         self.rebuilds = self.rotates_heads and not isinstance(self.source, ProjectedKeys)
         self.q_proj = nn.Linear(config.hidden_size, self.heads * config.qk_head_dim, bias=False)
         self.q_norm = nn.RMSNorm(config.qk_head_dim, eps=config.rms_norm_eps) if config.query_norm else None
-        self.rope_key = nn.Linear(config.hidden_size, self.rope_width, bias=False) if self.rope_width else None
+        self.rope_key = (
+            nn.Linear(config.hidden_size, self.rope_width, bias=False) if self.rope_width else None
+        )
         self.o_proj = nn.Linear(self.heads * config.head_dim, config.hidden_size, bias=False)
         shift_heads = self.heads if config.shift_heads == "query" else self.source.stream_heads
         self.query_shift = self._shift("q", self.heads)
@@ -145,19 +147,27 @@ class Attention(nn.Module):
         rope_key: Tensor | None,
         frame: Frame,
     ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' raw streams; both streams whole, [B, L, S_k] and [B, L, S_v]."""
-        kept = []
-        if key_stream is not None:
+        """Write the new tokens' raw streams; the cache's two streams whole, [B, L, width] each."""
+        side = value_stream[..., :0] if rope_key is None else rope_key
+        if key_stream is None:
+            first, second = value_stream, side
+        else:
             if self.rotates_heads:
                 keys, _ = self.source.expand(key_stream, value_stream)
                 key_stream = rotate(keys, frame.rotations[0]).flatten(2)
-            kept.append(key_stream)
-        if rope_key is not None:
-            kept.append(rope_key)
-        keys = torch.cat(kept, dim=-1) if kept else value_stream[..., :0]
-        keys, values = cache.update(keys[:, None], value_stream[:, None], self.layer_idx)
+            first, second = torch.cat((key_stream, side), dim=-1), value_stream
+        first, second = cache.update(first[:, None], second[:, None], self.layer_idx)
         total = frame.first_slot + value_stream.shape[1]
-        return keys[:, 0, :total], values[:, 0, :total]
+        return first[:, 0, :total], second[:, 0, :total]
+
+    def _split(self, first_BLS: Tensor, second_BLS: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Cached keys [B, L, G, D] where they are projected, values [B, L, G, S], rotary keys [B, L, d_r], as views."""
+        groups = (self.source.stream_heads, -1)
+        if not isinstance(self.source, ProjectedKeys):
+            return None, first_BLS.unflatten(-1, groups), second_BLS if self.rope_width else None
+        keys, rope_keys = first_BLS.split((first_BLS.shape[-1] - self.rope_width, self.rope_width), dim=-1)
+        keys, values = keys.unflatten(-1, groups), second_BLS.unflatten(-1, groups)
+        return keys, values, rope_keys if self.rope_width else None
 
     def _dense(
         self,
@@ -194,16 +204,13 @@ class Attention(nn.Module):
         )
         return heads[..., :width], weights
 
-    def _cached(self, queries: Tensor, keys_BLS: Tensor, values_BLS: Tensor, frame: Frame) -> Tensor:
+    def _cached(self, queries: Tensor, first_BLS: Tensor, second_BLS: Tensor, frame: Frame) -> Tensor:
         """Attention of the new tokens over the cached streams, [B, T, H, d_h]."""
-        values = values_BLS.unflatten(-1, (self.source.stream_heads, -1))
-        rope_keys = keys_BLS[..., keys_BLS.shape[-1] - self.rope_width :] if self.rope_width else None
-        key_stream = keys_BLS[..., : keys_BLS.shape[-1] - self.rope_width]
-        keys = key_stream.unflatten(-1, (self.source.stream_heads, -1)) if key_stream.shape[-1] else None
-        rope_queries = key_weights = None
+        keys, values, rope_keys = self._split(first_BLS, second_BLS)
         content, rotary = queries.split((self.content_width, self.rope_width), dim=-1)
+        rope_queries = key_weights = None
         if self.rebuilds:
-            keys, values = self._rebuilt(values_BLS, frame)
+            keys, values = self._rebuilt(first_BLS, frame)
         if self.rotates_heads:
             new_queries = self._turned(content, frame)
         else:
@@ -250,7 +257,7 @@ class Attention(nn.Module):
         keys, values = self.source.expand(None, values_BLS)
         back = torch.arange(-frame.first_slot, 0, device=values_BLS.device)
         positions = torch.cat((frame.positions_BT[:, :1] + back, frame.positions_BT), dim=1)
-        keys = rotate(keys, rotation(positions, keys.shape[-1], self.config.rope_theta))
+        keys = rotate(keys, rotation(positions, keys.shape[-1], self.config.rope_theta, keys.dtype))
         return keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2)
 
 

@@ -13,35 +13,39 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """The angles of RoPE at some positions: ``cos`` and ``sin`` [B, T, width / 2], float32."""
+    """The angles of RoPE at some positions: ``cos`` and ``sin`` [B, T, width / 2], float32 or float64."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(positions_BT: Tensor, width: int, theta: float) -> Rotation:
+def rotation(positions_BT: Tensor, width: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
     """RoPE's angles: position / theta^(2i / width) for the pair i.
+
+    They are multiplied out in float64 (where the device has it): in float32 the angle at position 4000 is off
+    by 1e-4, and a query turned one place back would not meet a key as the key turned one place on does.
 
     Args:
         positions_BT: positions in tokens, integer; negative ones rotate backwards.
         width: how many channels are rotated, even.
         theta: the base (``rope_theta``).
+        dtype: of what is rotated; the angles' sines and cosines are float32 at least.
     """
-    pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions_BT.device)
-    angles = positions_BT[..., None].float() * theta ** (-pairs / width)
-    return Rotation(angles.cos(), angles.sin())
+    exact = torch.float32 if positions_BT.device.type == "mps" else torch.float64
+    pairs = torch.arange(0, width, 2, dtype=exact, device=positions_BT.device)
+    angles = positions_BT[..., None].to(exact) * theta ** (-pairs / width)
+    kept = torch.promote_types(dtype, torch.float32)
+    return Rotation(angles.cos().to(kept), angles.sin().to(kept))
 
 
 def rotate(x_BTHD: Tensor, by: Rotation) -> Tensor:
     """Rotate every head: channel i pairs with channel i + D/2, as in Llama. Same shape and dtype as the input.
 
-    The products are taken in float32, so that a query turned m places back and a key turned m places forward
+    The products are taken in float32 at least, so that a query turned m places back and a key turned m places forward
     agree to rounding in lower precision too.
     """
     half = x_BTHD.shape[-1] // 2
     cos, sin = by.cos[:, :, None], by.sin[:, :, None]
-    if x_BTHD.dtype == torch.float64:
-        cos, sin = cos.double(), sin.double()
     first, second = x_BTHD[..., :half], x_BTHD[..., half:]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BTHD.dtype)

@@ -56,29 +56,49 @@ def stream_attention(
     Raises:
         ValueError: a shape that does not fit, naming the argument.
     """
-    _check(queries, keys_BGTS, values_BGTV, first_slot, starts_BQ)
+    _check_streams(queries, keys_BGTS, values_BGTV, first_slot)
+    batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
     if (rope_queries_BHQR is None) != (rope_keys_BTR is None):
         raise ValueError("rope_queries_BHQR and rope_keys_BTR come together: pass both or neither")
     if queries.dim() == 5 and key_weights_HW is not None:
         raise ValueError("key_weights_HW must be None with five-dimensional queries: they carry the weights")
+    _check_shape("starts_BQ", starts_BQ, (batch, new))
+    _check_shape("rope_queries_BHQR", rope_queries_BHQR, (batch, heads, new, None))
+    if rope_queries_BHQR is not None:
+        _check_shape("rope_keys_BTR", rope_keys_BTR, (batch, keys_BGTS.shape[2], rope_queries_BHQR.shape[-1]))
+    _check_shape("key_weights_HW", key_weights_HW, (heads, None))
+    _check_shape("value_weights_HW", value_weights_HW, (heads, None))
+    _check_shape("slopes_H", slopes_H, (heads,))
+    used = first_slot + new
+    keys = keys_BGTS[:, :, :used]
     return stream_attention_reference(
         queries,
-        keys_BGTS,
-        keys_BGTS if values_BGTV is None else values_BGTV,
+        keys,
+        keys if values_BGTV is None else values_BGTV[:, :, :used],
         first_slot=first_slot,
         scale=scale,
         starts_BQ=starts_BQ,
         rope_queries_BHQR=rope_queries_BHQR,
-        rope_keys_BTR=rope_keys_BTR,
+        rope_keys_BTR=None if rope_keys_BTR is None else rope_keys_BTR[:, :used],
         key_weights_HW=key_weights_HW,
         value_weights_HW=value_weights_HW,
         slopes_H=slopes_H,
     )
 
 
-def _check(
-    queries: Tensor, keys: Tensor, values: Tensor | None, first_slot: int, starts: Tensor | None
-) -> None:
+def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int | None, ...]) -> None:
+    """Where there is a tensor, it has this shape; None is any size."""
+    if tensor is None:
+        return
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} {tuple(tensor.shape)} must be ({wanted})")
+
+
+def _check_streams(queries: Tensor, keys: Tensor, values: Tensor | None, first_slot: int) -> None:
     if queries.dim() not in (4, 5) or keys.dim() != 4:
         raise ValueError(
             f"queries {tuple(queries.shape)} must have 4 or 5 dimensions and keys {tuple(keys.shape)} 4"
@@ -98,5 +118,3 @@ def _check(
         raise ValueError(
             f"first_slot={first_slot} plus {new} queries is beyond the {keys.shape[2]} cached tokens"
         )
-    if starts is not None and starts.shape != (batch, new):
-        raise ValueError(f"starts_BQ {tuple(starts.shape)} must be {(batch, new)}")

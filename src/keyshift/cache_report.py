@@ -1,0 +1,186 @@
+"""What every mechanism would cache at a model's sizes: predicted, and measured on a real cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedConfig
+
+from keyshift.cache import KeyshiftCache, cache_bytes, cache_bytes_per_token
+from keyshift.configuration import KeyshiftConfig
+from keyshift.errors import UserError, nearest
+from keyshift.modeling import KeyshiftModel
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+PAPER_ROTARY_WIDTHS = (16, 24)
+MEMORY_SHARE = 0.25
+"""A whole cache is allocated only if it takes less than this share of the free memory; else one layer of it."""
+
+Row = dict[str, Any]
+
+
+def load_config(name_or_path: str) -> PreTrainedConfig:
+    """The configuration of a checkpoint: a config.json, a folder that holds one, or a hub name.
+
+    Raises:
+        UserError: nothing there, not JSON, or a model type that transformers does not know.
+    """
+    path = Path(name_or_path)
+    if not path.exists() and (path.is_absolute() or path.suffix or name_or_path.startswith((".", "~"))):
+        raise UserError(f"model={name_or_path!r}: no such file or folder; pass a config.json or a checkpoint")
+    try:
+        if path.is_file():
+            content = json.loads(path.read_text())
+            return AutoConfig.for_model(content.pop("model_type"), **content)
+        return AutoConfig.from_pretrained(name_or_path)
+    except KeyError as error:
+        raise UserError(f"{name_or_path} has no {error}: not a transformers config.json") from error
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        line = str(error).strip().split("\n", 1)[0][:200]
+        raise UserError(f"no model configuration at {name_or_path!r}: {line}") from error
+
+
+def cache_rows(config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str) -> list[Row]:
+    """One row per mechanism: bytes per token and in total, predicted and measured, and the ratio to GQA.
+
+    Args:
+        config: ours, or any with Llama's names for its sizes.
+        tokens: per sequence; batch: sequences; dtype: one of `DTYPES`.
+
+    Raises:
+        UserError: an unknown dtype, or sizes that the configuration lacks.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is not known; {nearest(dtype, DTYPES)}")
+    kind = DTYPES[dtype]
+    mechanisms = _mechanisms(config)
+    reference = cache_bytes_per_token(mechanisms["GQA"], kind)
+    rows = []
+    for name, each in mechanisms.items():
+        total = cache_bytes(each, batch=batch, tokens=tokens, dtype=kind)
+        measured, layers = _measured(each, tokens, batch, kind)
+        rows.append(
+            {
+                "mechanism": name,
+                "bytes_per_token": cache_bytes_per_token(each, kind),
+                "bytes_predicted": total,
+                "bytes_measured": measured,
+                "layers_measured": layers,
+                "layers": each.num_hidden_layers,
+                "ratio_to_gqa": cache_bytes_per_token(each, kind) / reference,
+            }
+        )
+    return rows
+
+
+def _mechanisms(config: PreTrainedConfig) -> dict[str, KeyshiftConfig]:
+    """The mechanisms that are compared, all at the sizes of ``config``."""
+    sizes = _sizes(config)
+    heads = sizes["num_attention_heads"]
+    groups = sizes.pop("num_key_value_heads")
+    head_dim = sizes["head_dim"]
+    grouped = {**sizes, "num_key_value_heads": groups}
+    rows = {
+        "MHA": KeyshiftConfig(attention="mha", **sizes),
+        "GQA": KeyshiftConfig(attention="gqa", **grouped),
+        "GQA + KV shift": KeyshiftConfig(attention="gqa", shift="kv", **grouped),
+        "MQA": KeyshiftConfig(attention="mqa", **sizes),
+        "MLA": KeyshiftConfig(attention="mla", position="decoupled_rope", **sizes),
+        "shared KV": KeyshiftConfig(attention="shared_kv", position="none", **grouped),
+        "GVA, no rotary key": KeyshiftConfig(attention="gva", position="none", **grouped),
+    }
+    own = getattr(config, "qk_rope_head_dim", None) or PAPER_ROTARY_WIDTHS[0]
+    for width in sorted({*PAPER_ROTARY_WIDTHS, own}):
+        for shift in ("none", "kv") if width == own else ("none",):
+            name = f"GVA, d_r = {width}" + (" + shift" if shift == "kv" else "")
+            rows[name] = KeyshiftConfig(
+                attention="gva",
+                position="decoupled_rope",
+                shift=shift,
+                **{**grouped, "qk_rope_head_dim": width},
+            )
+    if groups == heads or head_dim < 1:
+        rows.pop("MHA")
+    return {"this model": config, **rows} if isinstance(config, KeyshiftConfig) else rows
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """The sizes that every mechanism shares, under Llama's names."""
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in needed if not isinstance(getattr(config, name, None), int)]
+    if missing:
+        raise UserError(
+            f"the configuration (model_type={config.model_type!r}) has no {', '.join(missing)}; "
+            "its sizes must have Llama's names"
+        )
+    sizes = {name: getattr(config, name) for name in needed}
+    heads = sizes["num_attention_heads"]
+    head_dim = getattr(config, "head_dim", None) or sizes["hidden_size"] // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    optional = {"kv_lora_rank": getattr(config, "kv_lora_rank", None)}
+    given = {name: value for name, value in optional.items() if value}
+    return {**sizes, **given, "head_dim": head_dim, "num_key_value_heads": groups}
+
+
+@torch.inference_mode()
+def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Allocated bytes of a real cache with that room, and how many of its layers were allocated to see.
+
+    A model of one layer with random weights writes two tokens; the other layers get the same streams.
+    """
+    total = cache_bytes(config, batch=batch, tokens=tokens, dtype=dtype)
+    fits = total < MEMORY_SHARE * psutil.virtual_memory().available
+    layers = config.num_hidden_layers if fits else 1
+    sizes = {**config.to_diff_dict(), "num_hidden_layers": 1, "vocab_size": 1, "mlp": "none"}
+    sizes.pop("model_type", None)
+    model = KeyshiftModel(KeyshiftConfig(**sizes)).to(dtype).eval()
+    inputs = torch.zeros(batch, min(2, tokens), config.hidden_size, dtype=dtype)
+    cache = KeyshiftCache(config, max_length=tokens)
+    model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+    first, *others = cache.layers
+    for layer in others[: layers - 1]:
+        layer.update(first.keys, first.values)
+    return cache.allocated_bytes * config.num_hidden_layers // layers, layers
+
+
+def print_cache(rows: list[Row], console: Console) -> None:
+    """The table, within 80 columns."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("mechanism")
+    for header in ("bytes/token", "predicted", "measured", "ratio to GQA"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        table.add_row(
+            row["mechanism"],
+            f"{row['bytes_per_token']:,}",
+            _size(row["bytes_predicted"]),
+            _size(row["bytes_measured"]) + ("*" if row["layers_measured"] < row["layers"] else ""),
+            f"{row['ratio_to_gqa']:.3f}",
+        )
+    console.print(table)
+    if any(row["layers_measured"] < row["layers"] for row in rows):
+        console.print("* one layer allocated and multiplied: the whole cache does not fit in free memory")
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"

@@ -1,0 +1,161 @@
+"""The command line: parses, calls, prints. Everything slow is imported inside the commands."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from keyshift import __version__
+from keyshift.errors import RunError, UserError
+
+app = typer.Typer(
+    name="keyshift",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Attention mechanisms: trained side by side, measured, and served from small caches.",
+)
+
+
+def main() -> None:
+    """Run the command line: exit code 2 for the user's mistakes, 1 for a failed run, 130 for an interruption."""
+    try:
+        app(standalone_mode=True)
+    except (UserError, RunError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A built-in recipe (induction, text) or a TOML file.")],
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text: files, folders or globs (.txt .md .jsonl .parquet)."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go. Default runs/RECIPE.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Train every variant with so many seeds.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps per run.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Text: a tokenizer's name or folder.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Text: size of the tokenizer to train.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a recipe key: training.learning_rate=3e-4")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an earlier call stopped.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Train several variants on one task or on your own text; write one report."""
+    from keyshift.progress import follow
+    from keyshift.recipe import load_recipe
+
+    overrides = {
+        "seeds": seeds,
+        "training.steps": steps,
+        "data.paths": paths or None,
+        "data.tokenizer": tokenizer,
+        "data.vocab_size": vocab_size,
+    }
+    chosen = {key: value for key, value in overrides.items() if value is not None}
+    loaded = load_recipe(recipe, {**chosen, **dict(_setting(text) for text in settings or [])})
+    directory = out or Path("runs") / Path(recipe).stem
+    console = Console(stderr=as_json, highlight=False)
+    stop = _Interruption()
+    from keyshift.compare import compare as run
+    from keyshift.report import print_summary, summary_rows
+
+    with stop, follow(loaded, console, stop) as hooks:
+        report = run(loaded, directory, resume=resume, hooks=hooks)
+    if as_json:
+        _print_json(summary_rows(report))
+    else:
+        print_summary(report, console)
+    console.print(f"report: {directory / 'report.html'}", soft_wrap=True)
+    for variant in report.variants:
+        for result in variant.runs:
+            if result.status == "diverged":
+                raise RunError(f"{variant.name}, seed {result.seed}: {result.message}")
+    if not report.complete:
+        console.print("stopped early; the same command with --resume goes on", soft_wrap=True)
+        sys.exit(130)
+
+
+@app.command()
+def cache(
+    model: Annotated[str, typer.Argument(help="A config.json, a checkpoint folder or a hub name.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Cache bytes of every mechanism at a model's sizes: predicted, and measured on a real cache."""
+    from keyshift.cache_report import cache_rows, load_config, print_cache
+
+    rows = cache_rows(load_config(model), tokens=tokens, batch=batch, dtype=dtype)
+    if as_json:
+        _print_json(rows)
+    else:
+        print_cache(rows, Console(highlight=False))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``key=value`` with a TOML value; what is not TOML is a string."""
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise UserError(f"--set {text!r} must look like training.learning_rate=3e-4")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _print_json(rows: list[dict[str, Any]]) -> None:
+    import json
+
+    typer.echo(json.dumps(rows, indent=2))
+
+
+class _Interruption:
+    """Ctrl-C or SIGTERM asks for an orderly stop; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> _Interruption:
+        self.before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for sig, handler in self.before.items():
+            signal.signal(sig, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,339 @@
+"""Several variants side by side, several seeds each, one report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+import transformers
+
+import keyshift
+from keyshift.attention.shift import Shift
+from keyshift.cache import cache_bytes_per_token
+from keyshift.configuration import KeyshiftConfig
+from keyshift.data import prepare
+from keyshift.errors import NonFiniteLoss, UserError
+from keyshift.measure import decode_seconds, measured_bytes_per_token
+from keyshift.modeling import KeyshiftForCausalLM
+from keyshift.recipe import Recipe, build_task
+from keyshift.report import write_report
+from keyshift.results import Point, Report, RunResult, ShiftWeights, VariantResult
+from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSource, newest_checkpoint, train
+
+ROLES = {"query_shift": "query", "key_shift": "key", "value_shift": "value"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant with one seed, and where it lives."""
+
+    variant: str
+    config: KeyshiftConfig
+    seed: int
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """How `compare` speaks to its caller.
+
+    Attributes:
+        stop: asked after every step; True ends the comparison with what there is.
+        preparing: bytes of text read so far, and in all.
+        progress: a run and where it stands.
+        finished: a run and its result.
+    """
+
+    stop: Callable[[], bool] = lambda: False
+    preparing: Callable[[int, int], None] = lambda done, total: None
+    progress: Callable[[Run, Progress], None] = lambda run, progress: None
+    finished: Callable[[Run, RunResult], None] = lambda run, result: None
+
+
+def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | None = None) -> Report:
+    """Train every variant of a recipe with every seed, measure, and write the report into ``out``.
+
+    Runs that ``out`` holds already are not repeated with ``resume``; an interrupted one goes on from its newest
+    checkpoint. The report is written at the end, after an interruption, and when something fails.
+
+    Raises:
+        UserError: settings that do not fit, ``out`` in use or holding something else.
+        RunError: a checkpoint could not be written.
+    """
+    hooks = hooks or Hooks()
+    with _claimed(out):
+        _check_recipe(recipe, out, resume)
+        source, facts = _source(recipe, out, hooks)
+        runs = _runs(recipe, source, out)
+        results = {_key(run): _pending(run) for run in runs}
+        try:
+            for run in runs:
+                if hooks.stop():
+                    break
+                results[_key(run)] = _execute(run, source, recipe, resume, hooks)
+        finally:
+            report = _report(recipe, source, facts, runs, results, measure=not hooks.stop())
+            write_report(report, out)
+    return report
+
+
+def configs(recipe: Recipe, vocab_size: int, sequence_length: int) -> dict[str, KeyshiftConfig]:
+    """The model of every variant. Raises `UserError`, naming the variant, for settings that contradict."""
+    built = {}
+    for name, fields in recipe.variants.items():
+        sizes = {"max_position_embeddings": sequence_length, **recipe.model, **fields}
+        try:
+            built[name] = KeyshiftConfig(vocab_size=vocab_size, **sizes)
+        except UserError as error:
+            raise UserError(f"variant {name!r}: {error}") from error
+        if built[name].max_position_embeddings < sequence_length:
+            raise UserError(
+                f"variant {name!r}: max_position_embeddings={built[name].max_position_embeddings} is below "
+                f"sequence_length={sequence_length}; raise it or leave it out"
+            )
+    return built
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """Hold ``out`` for this process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(out / ".lock", timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise UserError(f"out={out} is in use by another run; wait for it or pass another --out") from error
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(
+            f"out={out} cannot be used as a folder ({error.strerror}); pass another --out"
+        ) from error
+
+
+def _check_recipe(recipe: Recipe, out: Path, resume: bool) -> None:
+    """Remember the recipe in ``out``; refuse to mix two of them."""
+    kept = out / "recipe.json"
+    content = recipe.model_dump(mode="json")
+    if kept.exists():
+        if not resume:
+            raise UserError(f"out={out} holds results already; pass --resume to go on, or another --out")
+        before = json.loads(kept.read_text())
+        changed = [key for key in content if content[key] != before.get(key)]
+        if changed:
+            raise UserError(
+                f"out={out} was made with a different recipe (changed: {', '.join(changed)}); pass another --out"
+            )
+    else:
+        others = [path.name for path in out.iterdir() if path.name != ".lock"]
+        if others:
+            raise UserError(
+                f"out={out} holds other files ({sorted(others)[0]}, …); pass an empty or new --out"
+            )
+        _write_json(kept, content)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2))
+    os.replace(temporary, path)
+
+
+def _source(recipe: Recipe, out: Path, hooks: Hooks) -> tuple[BatchSource, dict[str, Any]]:
+    if recipe.task is not None:
+        task = build_task(recipe.task)
+        facts = {"chance_level": task.chance_level(), "sequence_length": task.sequence_length}
+        return TaskSource(task), facts
+    assert recipe.data is not None
+    data = prepare(
+        recipe.data.paths,
+        out / "data",
+        tokenizer=recipe.data.tokenizer,
+        vocab_size=recipe.data.vocab_size,
+        sequence_length=recipe.data.sequence_length,
+        batch_size=recipe.training.batch_size,
+        validation_fraction=recipe.data.validation_fraction,
+        progress=hooks.preparing,
+    )
+    return TextSource(data, recipe.data.sequence_length), data.summary()
+
+
+def _runs(recipe: Recipe, source: BatchSource, out: Path) -> list[Run]:
+    """Every run, seed by seed, so that an early stop leaves the variants comparable."""
+    models = configs(recipe, source.vocab_size, source.sequence_length)
+    folders = {name: _slug(name) for name in models}
+    if len(set(folders.values())) < len(folders):
+        raise UserError(f"variants {list(models)} have names too alike to make folders of; rename some")
+    return [
+        Run(name, config, seed, out / "runs" / folders[name] / f"seed-{seed}")
+        for seed in range(recipe.seeds)
+        for name, config in models.items()
+    ]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
+
+
+def _key(run: Run) -> tuple[str, int]:
+    return run.variant, run.seed
+
+
+def _pending(run: Run) -> RunResult:
+    """What is known of a run before it starts: its result, if an earlier call finished it."""
+    kept = run.directory / "result.json"
+    if kept.exists():
+        return RunResult.model_validate_json(kept.read_text())
+    return RunResult(seed=run.seed, status="pending")
+
+
+def _execute(run: Run, source: BatchSource, recipe: Recipe, resume: bool, hooks: Hooks) -> RunResult:
+    done = _pending(run)
+    if done.status == "finished":
+        return done
+    transformers.set_seed(run.seed)
+    model = KeyshiftForCausalLM(run.config)
+    run.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = train(
+            model,
+            source,
+            recipe.training,
+            run.directory,
+            seed=run.seed,
+            resume=resume,
+            stop=hooks.stop,
+            on_progress=lambda progress: hooks.progress(run, progress),
+        )
+    except NonFiniteLoss as error:
+        result = RunResult(seed=run.seed, status="diverged", message=str(error), steps=error.step)
+    else:
+        result = _result(run, model, outcome, recipe, source)
+        if result.status == "finished":
+            _write_json(run.directory / "result.json", result.model_dump(mode="json"))
+    hooks.finished(run, result)
+    return result
+
+
+def _result(
+    run: Run, model: KeyshiftForCausalLM, outcome: Outcome, recipe: Recipe, source: BatchSource
+) -> RunResult:
+    tokens_per_step = recipe.training.batch_size * source.sequence_length
+    curve = [
+        Point(
+            step=int(entry["step"]),
+            tokens=int(entry["step"]) * tokens_per_step,
+            loss=entry["eval_loss"],
+            accuracy=entry.get("eval_accuracy"),
+            bits_per_byte=entry.get("eval_bits_per_byte"),
+        )
+        for entry in outcome.history
+        if "eval_loss" in entry
+    ]
+    return RunResult(
+        seed=run.seed,
+        status="interrupted" if outcome.interrupted else "finished",
+        message=f"stopped at step {outcome.steps}" if outcome.interrupted else None,
+        steps=outcome.steps,
+        curve=curve,
+        train_loss=[(int(entry["step"]), entry["loss"]) for entry in outcome.history if "loss" in entry],
+        train_tokens_per_second=tokens_per_step / outcome.step_seconds if outcome.step_seconds else None,
+        shift_weights=learned_shifts(model),
+    )
+
+
+def learned_shifts(model: KeyshiftForCausalLM) -> list[ShiftWeights]:
+    """Every head's mixing weights: α of keys, β of values, γ of queries."""
+    found = []
+    for layer, block in enumerate(model.model.layers):
+        for attribute, role in ROLES.items():
+            shift: Shift | None = getattr(block.self_attn, attribute)
+            if shift is not None:
+                weights = shift.weights().detach().float().tolist()
+                found.append(ShiftWeights(layer=layer, of=role, weights=weights))
+    return found
+
+
+def _report(
+    recipe: Recipe,
+    source: BatchSource,
+    facts: dict[str, Any],
+    runs: list[Run],
+    results: dict[tuple[str, int], RunResult],
+    *,
+    measure: bool,
+) -> Report:
+    variants = {}
+    models = {}
+    for run in runs:
+        if run.variant not in variants:
+            models[run.variant] = _trained(run)
+            variants[run.variant] = _variant(run, recipe, models[run.variant])
+        variants[run.variant].runs.append(results[_key(run)])
+    if measure:
+        seconds = decode_seconds(list(models.values()), prompt_length=source.sequence_length // 2)
+        for variant, each in zip(variants.values(), seconds, strict=True):
+            variant.runs[0].decode_ms_per_token = each * 1e3
+    return Report(
+        title=recipe.title,
+        kind="text" if recipe.data else "task",
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(),
+        recipe=recipe.model_dump(mode="json"),
+        data=facts,
+        complete=all(result.status in ("finished", "diverged") for result in results.values()),
+        variants=list(variants.values()),
+    )
+
+
+def _trained(run: Run) -> KeyshiftForCausalLM:
+    """The run's model as last saved, or a fresh one: sizes and speeds are the same."""
+    checkpoint = newest_checkpoint(run.directory)
+    if checkpoint is None:
+        return KeyshiftForCausalLM(run.config).eval()
+    return KeyshiftForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def _variant(run: Run, recipe: Recipe, model: KeyshiftForCausalLM) -> VariantResult:
+    shift_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Shift))
+    return VariantResult(
+        name=run.variant,
+        config={**recipe.model, **recipe.variants[run.variant]},
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        shift_parameters=shift_parameters,
+        cache_bytes_per_token=cache_bytes_per_token(run.config, model.dtype),
+        cache_bytes_per_token_measured=measured_bytes_per_token(model),
+    )
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were measured with."""
+    return {
+        "keyshift": keyshift.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown processor")

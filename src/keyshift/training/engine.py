@@ -1,0 +1,253 @@
+"""One training engine for everything: transformers' Trainer, with atomic checkpoints and a watch for NaN."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from keyshift.errors import NonFiniteLoss, RunError, UserError
+from keyshift.modeling import KeyshiftForCausalLM
+from keyshift.recipe import Training
+from keyshift.training.sources import Batch, BatchSource
+
+LOGGING_STEPS = 10
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: ``metrics`` holds the latest loss, held-out loss and accuracy that are known."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        steps: optimiser steps taken in all, over resumed parts.
+        interrupted: ``stop`` asked for the end; a checkpoint was saved.
+        history: what the Trainer logged: dictionaries with ``step`` and ``loss`` or ``eval_*``.
+        step_seconds: median wall time of an optimiser step without data, evaluation and saving.
+    """
+
+    steps: int
+    interrupted: bool
+    history: list[dict[str, float]]
+    step_seconds: float | None
+
+
+def train(
+    model: KeyshiftForCausalLM,
+    source: BatchSource,
+    settings: Training,
+    directory: Path,
+    *,
+    seed: int,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Outcome:
+    """Train ``model`` in place and leave its newest checkpoint in ``directory``.
+
+    Args:
+        source: the data; batch ``step`` of ``seed`` is the same whatever happened before.
+        directory: holds ``checkpoint-N`` folders in transformers' layout, each a loadable model.
+        resume: go on from the newest checkpoint, if there is one. On one CPU process the result is bit-equal to
+            an uninterrupted run.
+        stop: asked after every step; True saves a checkpoint and ends the run.
+
+    Raises:
+        NonFiniteLoss: the loss or a weight is NaN or infinite.
+        RunError: a checkpoint cannot be written; the previous one is intact.
+        UserError: the checkpoint to resume from cannot be read.
+    """
+    trainer = _KeyshiftTrainer(model, source, settings, directory, seed)
+    watch = _Watch(stop, on_progress)
+    trainer.add_callback(watch)
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = newest_checkpoint(directory) if resume else None
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except (SafetensorError, EOFError, KeyError, ValueError) as error:
+        if checkpoint is None or isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be read ({_first_line(error)}); delete it to resume from the start"
+        ) from error
+    state = trainer.state
+    return Outcome(state.global_step, watch.stopped, list(state.log_history), watch.step_seconds())
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The ``checkpoint-N`` folder with the largest N, or None."""
+    found = [path for path in directory.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
+    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+class _Steps(Dataset[Batch]):
+    """The training batches as a dataset: item ``step`` is a whole batch."""
+
+    def __init__(self, source: BatchSource, settings: Training, seed: int):
+        self.source, self.settings, self.seed = source, settings, seed
+
+    def __len__(self) -> int:
+        return self.settings.steps
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.source.train_batch(self.seed, step, self.settings.batch_size)
+
+
+class _KeyshiftTrainer(Trainer):
+    """The Trainer with our data order, evaluation, atomic checkpoints and checks for NaN."""
+
+    def __init__(
+        self,
+        model: KeyshiftForCausalLM,
+        source: BatchSource,
+        settings: Training,
+        directory: Path,
+        seed: int,
+    ):
+        self.source, self.settings = source, settings
+        self.staging = directory / ".saving"
+        super().__init__(
+            model=model,
+            args=_arguments(settings, directory, seed),
+            train_dataset=_Steps(source, settings, seed),
+            eval_dataset=[],  # evaluate() below asks the source instead
+            data_collator=_only,
+        )
+
+    def _get_train_sampler(self, train_dataset: Dataset[Batch] | None = None) -> SequentialSampler:
+        return SequentialSampler(cast(Sized, train_dataset or self.train_dataset))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not bool(torch.isfinite(loss)):
+            raise NonFiniteLoss(self.state.global_step + 1, f"loss is {loss.item()}")
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.model.eval()
+        measured = self.source.validate(self.model, self.settings.batch_size, self.settings.eval_batches)
+        metrics = {f"eval_{name}": value for name, value in measured.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.staging)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write beside, then rename: a checkpoint is there whole or not at all, and the last one stays till then."""
+        step = self.state.global_step
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise NonFiniteLoss(step, f"weight {name} is not finite")
+        shutil.rmtree(self.staging, ignore_errors=True)
+        try:
+            super()._save_checkpoint(model, trial)
+            self._publish(step)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise RunError(
+                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({_first_line(error)}); the "
+                "previous checkpoint is intact: free some space and pass --resume"
+            ) from error
+        finally:
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    def _publish(self, step: int) -> None:
+        directory = self.staging.parent
+        fresh = directory / f"checkpoint-{step}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        os.replace(self.staging / fresh.name, fresh)
+        for old in directory.glob("checkpoint-*"):
+            if old != fresh:
+                shutil.rmtree(old)
+
+
+def _only(batches: list[Batch]) -> Batch:
+    """The collator: an item of the dataset is a batch already."""
+    (batch,) = batches
+    return batch
+
+
+def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(directory),
+        max_steps=settings.steps,
+        per_device_train_batch_size=1,  # batches, not sequences: see _Steps
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=SCHEDULES[settings.schedule],
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        max_grad_norm=settings.max_grad_norm,
+        logging_steps=LOGGING_STEPS,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.eval_steps,
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        seed=seed,
+        data_seed=seed,
+        use_cpu=not torch.cuda.is_available(),
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+    )
+
+
+@dataclass
+class _Watch(TrainerCallback):
+    """Progress out, requests to stop in, steps timed, clipped shift weights kept in range."""
+
+    stop: Callable[[], bool]
+    on_progress: Callable[[Progress], None]
+    stopped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    began: float = 0.0
+
+    def step_seconds(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        getattr(model, "module", model).constrain_()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        self.on_progress(Progress(state.global_step, self.metrics))
+        last = state.global_step >= state.max_steps
+        if last:
+            control.should_evaluate = control.should_save = control.should_log = True
+        elif self.stop():
+            self.stopped = True
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        known = {name: value for name, value in logs.items() if name == "loss" or name.startswith("eval_")}
+        self.metrics = {**self.metrics, **known}

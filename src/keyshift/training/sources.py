@@ -1,0 +1,86 @@
+"""Where batches come from: a task or prepared text. A batch is a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from keyshift.data import TextData
+from keyshift.tasks import Induction
+
+Batch = dict[str, Tensor]
+
+
+class BatchSource(Protocol):
+    """What training needs of its data."""
+
+    vocab_size: int
+    sequence_length: int
+
+    def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        """``input_ids``, ``labels`` and whatever else the model takes, [batch_size, sequence_length], int64."""
+        ...
+
+    def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
+        """Held-out ``loss`` (nats per predicted token) and more; the same data at every call."""
+        ...
+
+
+@dataclass
+class TaskSource:
+    """A synthetic task. Validation adds ``accuracy`` where the answer is determined."""
+
+    task: Induction
+    vocab_size: int = field(init=False)
+    sequence_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.task.vocab_size
+        self.sequence_length = self.task.sequence_length
+
+    def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        return self.task.batch(seed, step, batch_size)
+
+    def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
+        held_out = (self.task.batch(0, step, batch_size, "validation") for step in range(batches))
+        loss, correct, count = _score(model, held_out)
+        return {"loss": loss / count, "accuracy": correct / count}
+
+
+@dataclass
+class TextSource:
+    """Prepared text. Validation adds ``bits_per_byte``."""
+
+    data: TextData
+    sequence_length: int
+    vocab_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.data.vocab_size
+
+    def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        return self.data.train.batch(step, batch_size, self.sequence_length, seed)
+
+    def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
+        held_out = self.data.validation.sequential(batch_size, self.sequence_length, batches)
+        loss, _, count = _score(model, held_out)
+        return {"loss": loss / count, "bits_per_byte": self.data.bits_per_byte(loss / count)}
+
+
+@torch.no_grad()
+def _score(model: Any, batches: Any) -> tuple[float, int, int]:
+    """Summed loss in nats, correct predictions and predictions, over the labels that count."""
+    loss, correct, count = 0.0, 0, 0
+    for batch in batches:
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        counted = labels != -100
+        logits, answers = logits[counted].float(), labels[counted]
+        loss += torch.nn.functional.cross_entropy(logits, answers, reduction="sum").item()
+        correct += int((logits.argmax(-1) == answers).sum())
+        count += len(answers)
+    return loss, correct, max(count, 1)

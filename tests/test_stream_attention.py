@@ -1,0 +1,221 @@
+"""`stream_attention` against a definition from scratch: shift keys and values, then ordinary attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keyshift.ops.stream_attention import reference, stream_attention
+
+
+def by_loops(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    *,
+    first_slot: int,
+    scale: float,
+    starts_BQ: Tensor | None = None,
+    rope_queries_BHQR: Tensor | None = None,
+    rope_keys_BTR: Tensor | None = None,
+    key_weights_HW: Tensor | None = None,
+    value_weights_HW: Tensor | None = None,
+    slopes_H: Tensor | None = None,
+) -> Tensor:
+    """One query at a time: its document's keys and values are shifted, and nothing else is looked at."""
+    values = keys if values is None else values
+    batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
+    out = queries.new_zeros(batch, heads, new, values.shape[-1])
+    for b in range(batch):
+        for h in range(heads):
+            group = h // (heads // keys.shape[1])
+            for i in range(new):
+                own = first_slot + i
+                start = 0 if starts_BQ is None else int(starts_BQ[b, i])
+                slots = range(start, own + 1)
+                scores = []
+                for j in slots:
+                    score = 0.0
+                    if queries.dim() == 5:
+                        for back in range(queries.shape[2]):
+                            if j - back >= start:
+                                score += float(queries[b, h, back, i] @ keys[b, group, j - back])
+                    else:
+                        key = shifted(keys[b, group], j, start, weights_of(key_weights_HW, h))
+                        score = float(queries[b, h, i] @ key)
+                    if rope_queries_BHQR is not None and rope_keys_BTR is not None:
+                        score += float(rope_queries_BHQR[b, h, i] @ rope_keys_BTR[b, j])
+                    score *= scale
+                    scores.append(score - (float(slopes_H[h]) * (own - j) if slopes_H is not None else 0))
+                largest = max(scores)
+                weights = [math.exp(score - largest) for score in scores]
+                for j, weight in zip(slots, weights, strict=True):
+                    value = shifted(values[b, group], j, start, weights_of(value_weights_HW, h))
+                    out[b, h, i] += weight / sum(weights) * value
+    return out
+
+
+def weights_of(weights_HW: Tensor | None, head: int) -> list[float]:
+    return [1.0] if weights_HW is None else weights_HW[head].tolist()
+
+
+def shifted(x_TS: Tensor, slot: int, start: int, weights: list[float]) -> Tensor:
+    return sum(
+        (weight * x_TS[slot - back] for back, weight in enumerate(weights) if slot - back >= start),
+        torch.zeros_like(x_TS[0]),
+    )
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    batch, groups, per_group, new, before, width, window, rotary = (
+        draw(st.integers(low, high))
+        for low, high in ((1, 2), (1, 2), (1, 2), (1, 4), (0, 6), (1, 4), (1, 4), (0, 2))
+    )
+    heads, total, unused = groups * per_group, before + new, draw(st.integers(0, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    turned = draw(st.booleans())
+    queries = noise(batch, heads, window, new, width) if turned else noise(batch, heads, new, width)
+    keys = noise(batch, total + unused, groups, width).transpose(1, 2)
+    values = noise(batch, groups, total + unused, draw(st.integers(1, 4))) if draw(st.booleans()) else None
+    options: dict[str, Any] = {"first_slot": before, "scale": draw(st.sampled_from((0.3, 1.0)))}
+    if draw(st.booleans()):
+        starts = [[draw(st.integers(0, before + i)) for i in range(new)] for _ in range(batch)]
+        options["starts_BQ"] = torch.tensor(starts)
+    if rotary:
+        options["rope_queries_BHQR"] = noise(batch, heads, new, rotary)
+        options["rope_keys_BTR"] = noise(batch, total + unused, rotary)
+    if not turned and draw(st.booleans()):
+        options["key_weights_HW"] = noise(heads, window)
+    if draw(st.booleans()):
+        options["value_weights_HW"] = noise(heads, draw(st.integers(1, 4)))
+    if draw(st.booleans()):
+        options["slopes_H"] = noise(heads).abs()
+    return (queries, keys, values), options
+
+
+@given(inputs())
+@settings(max_examples=200, deadline=None)
+def test_equals_its_definition(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    arguments, options = call
+    torch.testing.assert_close(
+        stream_attention(*arguments, **options), by_loops(*arguments, **options), rtol=1e-12, atol=1e-12
+    )
+
+
+@given(call=inputs(), most=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_taking_queries_in_blocks_changes_nothing(
+    call: tuple[tuple[Any, ...], dict[str, Any]], most: int
+) -> None:
+    arguments, options = call
+    whole = stream_attention(*arguments, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "MAX_SCORES", most)
+        torch.testing.assert_close(stream_attention(*arguments, **options), whole, rtol=1e-12, atol=1e-12)
+
+
+def ordinary(**changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    arguments = {
+        "queries": torch.randn(2, 4, 3, 8, generator=generator),
+        "keys_BGTS": torch.randn(2, 2, 9, 8, generator=generator),
+        "values_BGTV": torch.randn(2, 2, 9, 5, generator=generator),
+        "first_slot": 5,
+        "scale": 0.5,
+    }
+    return {**arguments, **changes}
+
+
+def test_slots_after_the_queries_are_not_read() -> None:
+    """The tail of a buffer that was never written may hold anything."""
+    call = ordinary(key_weights_HW=torch.rand(4, 3), value_weights_HW=torch.rand(4, 3))
+    expected = stream_attention(**call)
+    stale = {name: call[name].clone() for name in ("keys_BGTS", "values_BGTV")}
+    for stream in stale.values():
+        stream[:, :, 8:] = torch.nan
+    torch.testing.assert_close(stream_attention(**{**call, **stale}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_keeps_its_dtype_and_scores_in_float32(dtype: torch.dtype) -> None:
+    call = ordinary()
+    low = {
+        name: call[name].to(dtype) if isinstance(call[name], Tensor) else call[name]
+        for name in ("queries", "keys_BGTS", "values_BGTV", "first_slot", "scale")
+    }
+    exact = stream_attention(**{k: v.double() if isinstance(v, Tensor) else v for k, v in low.items()})
+    out = stream_attention(**low)
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+def test_gradients() -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((1, 2, 2, 3), (1, 1, 4, 3), (1, 2, 2, 2), (1, 4, 2), (2, 2), (2, 3))
+    ]
+    starts = torch.tensor([[0, 1]])
+
+    def attend(queries, stream, rope_queries, rope_keys, key_weights, value_weights):
+        return stream_attention(
+            queries,
+            stream,
+            None,
+            first_slot=2,
+            scale=0.5,
+            starts_BQ=starts,
+            rope_queries_BHQR=rope_queries,
+            rope_keys_BTR=rope_keys,
+            key_weights_HW=key_weights,
+            value_weights_HW=value_weights,
+        )
+
+    assert torch.autograd.gradcheck(attend, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"queries": torch.zeros(4, 3, 8)}, "queries"),
+        ({"keys_BGTS": torch.zeros(2, 9, 8)}, "keys"),
+        ({"keys_BGTS": torch.zeros(1, 2, 9, 8)}, "keys_BGTS"),
+        ({"keys_BGTS": torch.zeros(2, 2, 9, 7)}, "keys_BGTS"),
+        ({"keys_BGTS": torch.zeros(2, 3, 9, 8)}, "keys_BGTS"),
+        ({"values_BGTV": torch.zeros(2, 2, 8, 5)}, "values_BGTV"),
+        ({"first_slot": 7}, "first_slot"),
+        ({"starts_BQ": torch.zeros(2, 4, dtype=torch.long)}, "starts_BQ"),
+        ({"rope_queries_BHQR": torch.zeros(2, 4, 3, 2)}, "rope_keys_BTR"),
+        ({"rope_keys_BTR": torch.zeros(2, 9, 2)}, "rope_queries_BHQR"),
+        (
+            {"rope_queries_BHQR": torch.zeros(2, 4, 3, 2), "rope_keys_BTR": torch.zeros(2, 9, 3)},
+            "rope_keys_BTR",
+        ),
+        (
+            {"rope_queries_BHQR": torch.zeros(2, 2, 3, 2), "rope_keys_BTR": torch.zeros(2, 9, 2)},
+            "rope_queries_BHQR",
+        ),
+        (
+            {"rope_queries_BHQR": torch.zeros(2, 4, 3, 2), "rope_keys_BTR": torch.zeros(2, 8, 2)},
+            "rope_keys_BTR",
+        ),
+        ({"queries": torch.zeros(2, 4, 2, 3, 8), "key_weights_HW": torch.zeros(4, 2)}, "key_weights_HW"),
+        ({"key_weights_HW": torch.zeros(2, 2)}, "key_weights_HW"),
+        ({"value_weights_HW": torch.zeros(3, 2)}, "value_weights_HW"),
+        ({"slopes_H": torch.zeros(3)}, "slopes_H"),
+    ],
+)
+def test_errors_name_the_argument(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        stream_attention(**ordinary(**changes))
