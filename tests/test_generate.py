@@ -88,10 +88,10 @@ def test_each_sequence_of_a_left_padded_batch_is_generated_as_if_alone(case: Cas
 
 
 @every_path
-def test_pad_tokens_inside_the_text_are_text(case: Case) -> None:
-    """Without a mask, transformers takes every pad token for padding; only those at the ends are."""
+def test_pad_tokens_after_the_first_token_are_text(case: Case) -> None:
+    """Without a mask, transformers takes every pad token for padding; only those on the left are."""
     model, ids = build(case), tokens(1, PROMPT)
-    ids[0, 3] = 7
+    ids[0, 3] = ids[0, -1] = 7
     together = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=None)
     assert torch.equal(together, greedy_by_hand(model, ids, 3))
 
@@ -109,7 +109,7 @@ def test_the_cache_is_reused_over_the_turns_of_a_chat(case: Case) -> None:
 
 @every_path_without_state
 def test_assisted_decoding_gives_the_tokens_of_greedy_decoding(case: Case) -> None:
-    """Drafts by another model, by the model itself, and looked up in the prompt; most are rejected, some not."""
+    """Drafts by another model, by the model itself, and from the prompt; most are rejected, some not."""
     model, ids = build(case), tokens(1, 4).repeat(1, 3)
     expected = greedy_by_hand(model, ids, 12)
     for assistant in (build(FEW[1]), model):
@@ -176,16 +176,13 @@ def test_generate_allocates_once_per_layer(allocations: list[int]) -> None:
 
 
 def test_growing_copies_each_token_a_bounded_number_of_times(allocations: list[int]) -> None:
-    """Buffers grow by a quarter: geometric, so the copies add up to at most 1 / 0.2 = 5 times the last capacity."""
+    """Buffers grow by a quarter, so that all copies together are at most 1 / 0.25 = 4 times the last one."""
     layer, length = StreamLayer(), 5000
-    before = None
+    token = torch.zeros(1, 1, 1, 2)
     for _ in range(length):
-        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-        if layer.capacity == before:
-            assert layer._buffers[0].data_ptr() == address
-        before, address = layer.capacity, layer._buffers[0].data_ptr()
+        layer.update(token, token)
     assert len(allocations) < 25
-    assert sum(allocations[:-1]) < 5 * allocations[-1]
+    assert sum(allocations[:-1]) < 4 * allocations[-1]
     assert allocations[-1] < 1.25 * length + GRANULE
 
 

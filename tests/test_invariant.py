@@ -1,7 +1,7 @@
 """The invariant: cached decoding equals the full forward pass, and allocated bytes equal predicted bytes.
 
-For every mechanism x position x shift, in every way a cache is used. A scenario is a function of a model; those
-in `IMPOSSIBLE` must raise an error that says why where the query is shifted.
+For every mechanism x position x shift, in every way a cache is used. A scenario is a function of a model;
+those in `IMPOSSIBLE` must raise an error that says why where the query is shifted.
 """
 
 from __future__ import annotations
@@ -150,14 +150,15 @@ def beams_and_batches(model: KeyshiftForCausalLM) -> None:
             assert_bytes(cache, model, len(order))
 
 
-def reset(model: KeyshiftForCausalLM) -> None:
+def starting_again(model: KeyshiftForCausalLM) -> None:
     first, second = tokens(2, T), tokens(2, T, seed=1)
-    cache = new_cache(model)
-    decode(model, first, cache, [T - 1, 1])
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert_close(decode(model, second, cache, [1, 2, T - 3]), full(model, second))
-    assert_bytes(cache, model, 2)
+    for forget in (lambda cache: cache.reset(), lambda cache: cache.crop(-T)):
+        cache = new_cache(model)
+        decode(model, first, cache, [T - 1, 1])
+        forget(cache)
+        assert cache.get_seq_length() == 0
+        assert_close(decode(model, second, cache, [1, 2, T - 3]), full(model, second))
+        assert_bytes(cache, model, 2)
 
 
 def rollback(model: KeyshiftForCausalLM) -> None:
@@ -204,7 +205,7 @@ SCENARIOS = [
     packed_documents,
     far_from_the_first_position,
     beams_and_batches,
-    reset,
+    starting_again,
     rollback,
     static_cache,
     dynamic_cache,

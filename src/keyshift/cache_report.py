@@ -153,6 +153,7 @@ def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtyp
     cache = KeyshiftCache(config, max_length=tokens)
     model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
     first, *others = cache.layers
+    assert first.keys is not None and first.values is not None
     for layer in others[: layers - 1]:
         layer.update(first.keys, first.values)
     return cache.allocated_bytes * config.num_hidden_layers // layers, layers

@@ -159,3 +159,7 @@ class _Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import filelock
 import torch
@@ -32,7 +32,9 @@ from keyshift.report import write_report
 from keyshift.results import Point, Report, RunResult, ShiftWeights, VariantResult
 from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSource, newest_checkpoint, train
 
-ROLES = {"query_shift": "query", "key_shift": "key", "value_shift": "value"}
+RECIPE_FILE = "recipe.json"
+OWN_FILES = {RECIPE_FILE, ".lock", "data", "runs", "figures", "report.json", "report.html"}
+ROLES: dict[str, Literal["query", "key", "value"]] = {"query_shift": "query", "key_shift": "key", "value_shift": "value"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,10 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
     """
     hooks = hooks or Hooks()
     with _claimed(out):
-        _check_recipe(recipe, out, resume)
+        _check_folder(recipe, out, resume)
         source, facts = _source(recipe, out, hooks)
         runs = _runs(recipe, source, out)
+        _write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
         results = {_key(run): _pending(run) for run in runs}
         try:
             for run in runs:
@@ -121,26 +124,22 @@ def _claimed(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_recipe(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Remember the recipe in ``out``; refuse to mix two of them."""
-    kept = out / "recipe.json"
-    content = recipe.model_dump(mode="json")
-    if kept.exists():
-        if not resume:
-            raise UserError(f"out={out} holds results already; pass --resume to go on, or another --out")
-        before = json.loads(kept.read_text())
-        changed = [key for key in content if content[key] != before.get(key)]
-        if changed:
-            raise UserError(
-                f"out={out} was made with a different recipe (changed: {', '.join(changed)}); pass another --out"
-            )
-    else:
-        others = [path.name for path in out.iterdir() if path.name != ".lock"]
-        if others:
-            raise UserError(
-                f"out={out} holds other files ({sorted(others)[0]}, …); pass an empty or new --out"
-            )
-        _write_json(kept, content)
+def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
+    """Refuse a folder with other things in it, and to overwrite results or mix those of two recipes."""
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in OWN_FILES)
+    if foreign:
+        raise UserError(f"out={out} holds other files ({foreign[0]}); pass an empty or new --out")
+    kept = out / RECIPE_FILE
+    if not kept.exists():
+        return
+    if not resume:
+        raise UserError(f"out={out} holds results already; pass --resume to go on, or another --out")
+    before, now = json.loads(kept.read_text()), recipe.model_dump(mode="json")
+    changed = [key for key in now if now[key] != before.get(key)]
+    if changed:
+        raise UserError(
+            f"out={out} was made with a different recipe (changed: {', '.join(changed)}); pass another --out"
+        )
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, PreTrainedConfig
 
 from keyshift.errors import UserError, nearest
@@ -63,26 +65,27 @@ class KeyshiftConfig(PreTrainedConfig):
     model_type = "keyshift"
     keys_to_ignore_at_inference = ("past_key_values", "cache")
 
+    # None stands for a default that depends on other fields; it is filled in below and never stays.
     vocab_size: int = 32000
     hidden_size: int = 4096
-    intermediate_size: int | None = None
+    intermediate_size: int = None  # type: ignore[assignment]
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 2048
     attention: str = "gqa"
     position: str = "rope"
     shift: str = "none"
     rope_theta: float = 10000.0
-    qk_rope_head_dim: int | None = None
+    qk_rope_head_dim: int = None  # type: ignore[assignment]
     rope_allocation: str = "additive"
-    kv_lora_rank: int | None = None
+    kv_lora_rank: int = None  # type: ignore[assignment]
     shift_window: int = 2
     shift_weights: str = "free"
-    shift_heads: str | None = None
+    shift_heads: str = None  # type: ignore[assignment]
     query_norm: bool = False
-    key_map_init: str | None = None
+    key_map_init: str = None  # type: ignore[assignment]
     mlp: str = "swiglu"
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
@@ -93,7 +96,7 @@ class KeyshiftConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         self._check_choices()
         self._check_sizes()
         self._set_defaults()

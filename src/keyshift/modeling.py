@@ -5,21 +5,25 @@ Shapes: B batch, T new tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
 
 from keyshift.attention import Attention
 from keyshift.attention.frame import Frame, locate
-from keyshift.attention.rotary import alibi_slopes, rotation
+from keyshift.attention.rotary import Rotation, alibi_slopes, rotation
 from keyshift.attention.shift import Shift
 from keyshift.attention.value import MappedKeys
 from keyshift.cache import KeyshiftCache
@@ -78,6 +82,40 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but every weight must be there and fit.
+
+        Raises:
+            UserError: a checkpoint of another model type, a damaged file, missing, unexpected or misshapen weights.
+        """
+        name, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
+        problems = ["missing_keys", "unexpected_keys", "mismatched_keys"]
+        if kwargs.pop("ignore_mismatched_sizes", False):
+            problems.remove("mismatched_keys")
+        _check_model_type(name, kwargs.get("config"))
+        try:
+            with _errors_only():
+                model, info = super().from_pretrained(
+                    name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+                )
+        except (SafetensorError, RuntimeError) as error:
+            line = str(error).strip().split("\n", 1)[0]
+            raise UserError(f"checkpoint {name} cannot be read: {line}") from error
+        for problem in problems:
+            if info[problem]:
+                raise UserError(
+                    f"checkpoint {name} does not fit its configuration: {problem.replace('_', ' ')} "
+                    f"{sorted(map(str, info[problem]))[:3]}"
+                )
+        return (model, info) if wants_info else model
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Every module once, children first. For code that is not its own transformers passes over modules without
+        weights of their own, as `Attention` is, lest loaded weights be overwritten; `init` sees to that by itself.
+        """
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -93,6 +131,29 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
         attention.source.match_keys(self.config)
         if attention.rope_key is not None and self.config.query_norm:
             init.normal_(attention.rope_key.weight, std=self.config.hidden_size**-0.5)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Silence transformers' warnings: what it warns of here is an error of ours, in one line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_model_type(name: Any, config: Any) -> None:
+    """Refuse another library's checkpoint, which would load as random weights."""
+    if config is not None or name is None:
+        return
+    content, _ = PreTrainedConfig.get_config_dict(name)
+    if content.get("model_type") != KeyshiftConfig.model_type:
+        raise UserError(
+            f"checkpoint {name} has model_type={content.get('model_type')!r}, not {KeyshiftConfig.model_type!r}; "
+            "load it with transformers.AutoModelForCausalLM"
+        )
 
 
 class KeyshiftModel(KeyshiftPreTrainedModel):
@@ -185,7 +246,7 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
             position_ids=position_ids,
             document_ids=document_ids,
         )
-        rotations = ()
+        rotations: tuple[Rotation, ...] = ()
         if config.rotary_width:
             turns = (
                 config.shift_window if first_slot and config.position == "rope" and config.shifts("k") else 1
@@ -301,6 +362,21 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         )
         return result.to_tuple() if return_dict is False else result
 
+    @torch.no_grad()
+    def match_keys_(self, input_ids: Tensor, **inputs: Any) -> None:
+        """Rescale the maps to keys so that, on these tokens, keys have the queries' RMS in every layer.
+
+        A fresh model's are right on average over draws (``key_map_init="matched"``); one draw of a small model is
+        off by a tenth. Call before training, with a batch of what will be trained on.
+        """
+        layers = [block.self_attn for block in self.model.layers]
+        hooks = [layer.register_forward_pre_hook(lambda layer, args: layer.match_keys_(args[0])) for layer in layers]
+        try:
+            self.model(input_ids, use_cache=False, **inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def constrain_(self) -> None:
         """Clamp the weights of ``shift_weights="clip"``; call after each optimiser step (our trainer does)."""
         for module in self.modules():
@@ -313,9 +389,8 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Padding that transformers infers from pad tokens counts at the ends only: inside it is text."""
-        real = super()._prepare_attention_mask_for_generation(*args, **kwargs).long()
-        return real.cummax(-1).values & real.flip(-1).cummax(-1).values.flip(-1)
+        """Padding that transformers infers from pad tokens counts on the left only: after a token it is text."""
+        return super()._prepare_attention_mask_for_generation(*args, **kwargs).long().cummax(-1).values
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

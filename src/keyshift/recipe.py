@@ -98,6 +98,8 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
         raise UserError(f"recipe {origin}: {_describe(error)}") from error
     if (recipe.task is None) == (recipe.data is None):
         raise UserError(f"recipe {origin}: needs exactly one of the tables [task] and [data]")
+    if recipe.data is not None and not recipe.data.paths:
+        raise UserError(f"recipe {origin}: no text to read; name files or folders after it, or set data.paths")
     if recipe.task is not None:
         build_task(recipe.task)
     valid = config_fields()

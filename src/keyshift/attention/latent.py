@@ -30,6 +30,9 @@ class LatentKeys(KeySource):
     def match_keys(self, config: KeyshiftConfig) -> None:
         init.normal_(self.key_up.weight, std=query_rms(config) / config.kv_lora_rank**0.5)
 
+    def scale_keys_(self, factor: Tensor) -> None:
+        self.key_up.weight.mul_(factor)
+
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
         heads = (self.heads, -1)
         return self.key_up(value_BTS).unflatten(-1, heads), self.value_up(value_BTS).unflatten(-1, heads)

@@ -105,11 +105,23 @@ class Attention(nn.Module):
             heads, weights = self._cached(queries, *streams, frame), None
         return self.o_proj(heads.flatten(2)), weights
 
+    @torch.no_grad()
+    def match_keys_(self, x_BTE: Tensor) -> None:
+        """Rescale the maps to keys so that on this input keys have the queries' RMS, content and rotary each."""
+        content, rotary = self._raw_queries(x_BTE).split((self.content_width, self.rope_width), dim=-1)
+        keys, _ = self.source.expand(*self.source.project(x_BTE))
+        self.source.scale_keys_(rms(content) / rms(keys))
+        if self.rope_key is not None:
+            self.rope_key.weight.mul_(rms(rotary) / rms(self.rope_key(x_BTE)))
+
+    def _raw_queries(self, x_BTE: Tensor) -> Tensor:
+        """Queries [B, T, H, d_qk], normalised, neither shifted nor rotated."""
+        queries = self.q_proj(x_BTE).unflatten(-1, (self.heads, -1))
+        return queries if self.q_norm is None else self.q_norm(queries)
+
     def _queries(self, x_BTE: Tensor, frame: Frame, cache: Cache | None) -> Tensor:
         """Queries [B, T, H, d_qk], normalised and shifted, not rotated."""
-        queries = self.q_proj(x_BTE).unflatten(-1, (self.heads, -1))
-        if self.q_norm is not None:
-            queries = self.q_norm(queries)
+        queries = self._raw_queries(x_BTE)
         if self.query_shift is None:
             return queries
         if cache is None:
@@ -259,6 +271,11 @@ class Attention(nn.Module):
         positions = torch.cat((frame.positions_BT[:, :1] + back, frame.positions_BT), dim=1)
         keys = rotate(keys, rotation(positions, keys.shape[-1], self.config.rope_theta, keys.dtype))
         return keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2)
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root of the mean square, float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean().sqrt()
 
 
 def eager_attention(

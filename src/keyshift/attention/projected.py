@@ -21,6 +21,9 @@ class ProjectedKeys(KeySource):
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.k_proj(x_BTE), self.v_proj(x_BTE)
 
+    def scale_keys_(self, factor: Tensor) -> None:
+        self.k_proj.weight.mul_(factor)
+
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
         assert key_BTS is not None
         return key_BTS.unflatten(-1, (self.groups, -1)), value_BTS.unflatten(-1, (self.groups, -1))

@@ -34,6 +34,9 @@ class KeySource(nn.Module):
     def match_keys(self, config: KeyshiftConfig) -> None:
         """Draw the map to keys so that they start at the queries' RMS. Projected keys do so by themselves."""
 
+    def scale_keys_(self, factor: Tensor) -> None:
+        """Multiply the map to content keys, where there is one, by this number."""
+
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
         """Content keys [B, T, key_heads, d_n] and values [B, T, heads, d_h] from the streams, neither rotated nor shifted."""
         raise NotImplementedError

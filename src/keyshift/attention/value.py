@@ -51,6 +51,9 @@ class MappedKeys(SharedKeys):
         value_rms = config.initializer_range * config.hidden_size**0.5
         init.normal_(self.key_map, std=query_rms(config) / (value_rms * config.head_dim**0.5))
 
+    def scale_keys_(self, factor: Tensor) -> None:
+        self.key_map.mul_(factor)
+
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
         values = value_BTS.unflatten(-1, (self.groups, -1))
         maps = self.key_map.unflatten(0, (self.groups, -1))

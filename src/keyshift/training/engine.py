@@ -23,6 +23,8 @@ from keyshift.recipe import Training
 from keyshift.training.sources import Batch, BatchSource
 
 LOGGING_STEPS = 10
+"""How often a step's training loss is logged: that step's own, so that it does not depend on resumptions."""
+
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
@@ -77,7 +79,7 @@ def train(
         UserError: the checkpoint to resume from cannot be read.
     """
     trainer = _KeyshiftTrainer(model, source, settings, directory, seed)
-    watch = _Watch(stop, on_progress)
+    watch = _Watch(trainer, stop, on_progress)
     trainer.add_callback(watch)
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest_checkpoint(directory) if resume else None
@@ -128,6 +130,7 @@ class _KeyshiftTrainer(Trainer):
         seed: int,
     ):
         self.source, self.settings = source, settings
+        self.step_loss = torch.tensor(torch.nan)
         self.staging = directory / ".saving"
         super().__init__(
             model=model,
@@ -144,6 +147,7 @@ class _KeyshiftTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         if not bool(torch.isfinite(loss)):
             raise NonFiniteLoss(self.state.global_step + 1, f"loss is {loss.item()}")
+        self.step_loss = loss
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -151,7 +155,7 @@ class _KeyshiftTrainer(Trainer):
         measured = self.source.validate(self.model, self.settings.batch_size, self.settings.eval_batches)
         metrics = {f"eval_{name}": value for name, value in measured.items()}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -203,7 +207,7 @@ def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArgume
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
         max_grad_norm=settings.max_grad_norm,
-        logging_steps=LOGGING_STEPS,
+        logging_strategy="no",  # it would log means since the last resumption: see _Watch.on_step_end
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=settings.eval_steps,
@@ -222,6 +226,7 @@ def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArgume
 class _Watch(TrainerCallback):
     """Progress out, requests to stop in, steps timed, clipped shift weights kept in range."""
 
+    trainer: _KeyshiftTrainer
     stop: Callable[[], bool]
     on_progress: Callable[[Progress], None]
     stopped: bool = False
@@ -240,10 +245,12 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds.append(time.perf_counter() - self.began)
+        if state.global_step % LOGGING_STEPS == 0:
+            self.trainer.log({"loss": self.trainer.step_loss.item()})
         self.on_progress(Progress(state.global_step, self.metrics))
         last = state.global_step >= state.max_steps
         if last:
-            control.should_evaluate = control.should_save = control.should_log = True
+            control.should_evaluate = control.should_save = True
         elif self.stop():
             self.stopped = True
             control.should_save = control.should_training_stop = True

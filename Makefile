@@ -1,0 +1,53 @@
+# Everything runs in .venv, made here. Torch comes first, so that nothing pulls a second build of it.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= runs/induction
+
+.PHONY: compare test test-slow lint format browser clean
+
+compare: $(VENV)/.installed
+	$(BIN)/keyshift compare induction --out $(OUT) $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keyshift needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
+	touch $@
+
+# The browser that opens reports in the tests (Debian; elsewhere any Chromium with its driver on the PATH).
+browser:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver)
+
+clean:
+	rm -rf $(VENV) runs
