@@ -142,9 +142,10 @@ def in_fresh_processes(contenders: list[Contender]) -> list[Generation]:
     done = []
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         for contender, result in zip(contenders, pool.map(generation, contenders), strict=True):
+            growth, predicted = (n / 2**20 for n in (result.peak_growth_bytes, result.predicted_bytes))
             say(
-                f"{contender.mechanism}, {contender.cache}: "
-                f"peak growth {result.peak_growth_bytes / 2**20:.0f} MiB, predicted {result.predicted_bytes / 2**20:.0f} MiB, {result.tokens_per_second:.0f} tokens/s"
+                f"{contender.mechanism}, {contender.cache}: peak growth {growth:.0f} MiB, "
+                f"predicted {predicted:.0f} MiB, {result.tokens_per_second:.0f} tokens/s"
             )
             done.append(result)
     return done

@@ -21,7 +21,6 @@ alike, this exits.
 from __future__ import annotations
 
 import copy
-import itertools
 import statistics
 import sys
 import tempfile

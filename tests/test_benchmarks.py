@@ -1,4 +1,4 @@
-"""The benchmarks run, and their last line says what it should; whether bars are met is theirs to say, at full size."""
+"""The benchmarks run and their last line says what it should; whether bars are met, only a full run can say."""
 
 from __future__ import annotations
 

@@ -171,14 +171,14 @@ def test_unreadable_file_and_folder(readable_by_all: Path) -> None:
 def test_short_text_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     text = " α\r\n\r\n\n\nβ\t€😀 \n"
     assert read(write(tmp_path / "a.txt", text), write(tmp_path / "b.md", text + "x")) == [text, text + "x"]
-    longest = "a\n\n" * (64 * KIB // 3) + "b"
-    assert len(longest) == 64 * KIB
+    longest = "a\n\n" * (16 * KIB // 3) + "b"
+    assert len(longest) == 16 * KIB
     assert read(write(tmp_path / "c.txt", longest)) == [longest]
 
 
 def test_byte_order_mark_is_dropped_only_at_the_start(tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.txt", "\ufeffa\ufeff")) == ["a\ufeff"]
-    start = "x" * 64 * KIB + "\n\n"
+    start = "x" * 16 * KIB + "\n\n"
     assert read(write(tmp_path / "b.txt", start + "\ufeffy")) == [start, "\ufeffy"]
     assert read(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\n{"text": "b"}')) == ["a", "b"]
 
@@ -186,10 +186,10 @@ def test_byte_order_mark_is_dropped_only_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [
-        ("x" * 64 * KIB + "\n" + "y" * 100 + "\n \n" + "z", [64 * KIB + 104, 1]),
-        ("x" * 64 * KIB + "\n" + "y" * 100, [64 * KIB + 1, 100]),
-        ("x\n\n" * 10 + "y" * 300 * KIB, [128 * KIB, 128 * KIB, 44 * KIB + 30]),
-        ("x" * 100 * KIB, [100 * KIB]),
+        ("x" * 16 * KIB + "\n" + "y" * 100 + "\n \n" + "z", [16 * KIB + 104, 1]),
+        ("x" * 16 * KIB + "\n" + "y" * 100, [16 * KIB + 1, 100]),
+        ("x\n\n" * 10 + "y" * 75 * KIB, [32 * KIB, 32 * KIB, 11 * KIB + 30]),
+        ("x" * 25 * KIB, [25 * KIB]),
     ],
 )
 def test_long_text_is_cut(tmp_path: Path, text: str, lengths: list[int]) -> None:
@@ -222,7 +222,7 @@ def test_cuts_follow_the_rule_and_lose_nothing(text: str) -> None:
         rest = rest[len(piece) :]
 
 
-@pytest.mark.parametrize("before", [0, 3, 64 * KIB, 128 * KIB - 1, 128 * KIB, 300 * KIB])
+@pytest.mark.parametrize("before", [0, 3, 16 * KIB, 32 * KIB - 1, 32 * KIB, 75 * KIB])
 @pytest.mark.parametrize(
     ("bad", "what"),
     [(b"\0", "binary"), (b"\xff", "UTF-8"), (b"\xe2\x82", "UTF-8"), (b"\xed\xa0\x80", "UTF-8")],

@@ -334,7 +334,7 @@ def test_value_heads_are_shared_by_the_key_heads_of_their_group(tmp_path: Path) 
 
 
 def test_importing_the_report_loads_no_drawing_library() -> None:
-    code = "import sys, keyshift.report; sys.exit(bool({'matplotlib', 'jinja2'} & set(sys.modules)))"
+    code = "import sys, keyshift.report; sys.exit(bool({'matplotlib', 'jinja2', 'rich'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

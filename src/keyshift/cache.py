@@ -101,15 +101,22 @@ class StreamLayer(CacheLayerMixin):
         """Allocate for the streams' shapes, dtypes and device."""
         self.device = key_states.device
         self.is_initialized = True
+        self._buffers = None
         self._allocate(key_states, value_states, max(self.max_length or 0, key_states.shape[2]))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append tokens [B, 1, Q, S] and return both streams whole, as views."""
-        if not self.is_initialized:
+        batch = key_states.shape[0]
+        if self._buffers is None or (self.length == 0 and self._buffers[0].shape[0] != batch):
             self.lazy_initialization(key_states, value_states)
         assert self._buffers is not None
+        if self._buffers[0].shape[0] != batch:
+            raise UserError(
+                f"the cache holds {self._buffers[0].shape[0]} sequences and was given {batch} to continue; "
+                "use a new cache, or batch_select_indices() or batch_repeat_interleave()"
+            )
         end = self.length + key_states.shape[2]
         if end > self.capacity:
             grown = -(-max(end, self.capacity * 5 // 4) // GRANULE) * GRANULE

@@ -137,7 +137,14 @@ class KeyshiftConfig(PreTrainedConfig):
                 raise UserError(f"{field}={value!r} is not known; {nearest(str(value), choices)}")
 
     def _check_sizes(self) -> None:
-        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        required = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+        for field in required:
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
                 raise UserError(f"{field}={getattr(self, field)!r} must be a positive integer")
         optional = (
@@ -151,6 +158,11 @@ class KeyshiftConfig(PreTrainedConfig):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{field}={value!r} must be a positive integer or left out")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise UserError(
+                f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}; "
+                "leave it out or make room for it"
+            )
         if self.shift_window not in (2, 3, 4):
             raise UserError(f"shift_window={self.shift_window!r} must be 2, 3 or 4")
         if self.shift != "none" and self.shift_window > self.max_position_embeddings:

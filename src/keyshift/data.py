@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKEN = "<|endoftext|>"
 IGNORED_LABEL = -100  # what Hugging Face's and PyTorch's cross entropy leave out
 
-_DOCUMENT_BYTES = 64 * 1024  # plain text longer than this is cut into several documents
+_DOCUMENT_BYTES = 16 * 1024  # plain text longer than this is cut into several documents
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1024 * 1024
@@ -129,9 +129,9 @@ def _check_readable(file: Path) -> None:
 def read_documents(files: Iterable[Path]) -> Iterator[str]:
     """The documents of ``files`` (as ``find_files`` returns them), streamed in order; blank ones skipped.
 
-    - ``.txt``, ``.md``: UTF-8, byte order mark accepted. A file of up to 64 KiB is one document. A longer
-      one is cut after the first blank line past each 64 KiB; where the 64 KiB after that hold none, after
-      their first newline; where they hold no newline, at 128 KiB. Nothing is dropped and line ends are left
+    - ``.txt``, ``.md``: UTF-8, byte order mark accepted. A file of up to 16 KiB is one document. A longer
+      one is cut after the first blank line past each 16 KiB; where the 16 KiB after that hold none, after
+      their first newline; where they hold no newline, at 32 KiB. Nothing is dropped and line ends are left
       as they are.
     - ``.jsonl``: one JSON object per line, the document is its string ``"text"``; blank lines are skipped.
     - ``.parquet``: the column ``text``, nulls skipped.

@@ -25,6 +25,7 @@ from keyshift.attention import Attention
 from keyshift.attention.frame import Frame, locate
 from keyshift.attention.rotary import Rotation, alibi_slopes, rotation
 from keyshift.attention.shift import Shift
+from keyshift.attention.source import query_rms
 from keyshift.attention.value import MappedKeys
 from keyshift.cache import KeyshiftCache
 from keyshift.configuration import KeyshiftConfig
@@ -129,8 +130,8 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
     def _match_keys(self, attention: Attention) -> None:
         """Start keys at the queries' RMS, the content slice and the rotary slice each (GVA paper, appendix A)."""
         attention.source.match_keys(self.config)
-        if attention.rope_key is not None and self.config.query_norm:
-            init.normal_(attention.rope_key.weight, std=self.config.hidden_size**-0.5)
+        if attention.rope_key is not None:
+            init.normal_(attention.rope_key.weight, std=query_rms(self.config) / self.config.hidden_size**0.5)
 
 
 @contextmanager
@@ -187,6 +188,10 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
         """Hidden states of the new tokens; see `KeyshiftForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("pass exactly one of input_ids and inputs_embeds")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
         frame = self._frame(x_BTE, attention_mask, position_ids, document_ids, cache)
@@ -212,6 +217,8 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
         if self.gradient_checkpointing and self.training:
+            if given is not None:
+                raise UserError("gradient checkpointing in training mode cannot continue a cache: pass none")
             return None
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         if given is None and wanted:
@@ -369,8 +376,11 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         A fresh model's are right on average over draws (``key_map_init="matched"``); one draw of a small model is
         off by a tenth. Call before training, with a batch of what will be trained on.
         """
-        layers = [block.self_attn for block in self.model.layers]
-        hooks = [layer.register_forward_pre_hook(lambda layer, args: layer.match_keys_(args[0])) for layer in layers]
+        layers = [module for module in self.modules() if isinstance(module, Attention)]
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, args: layer.match_keys_(args[0]))
+            for layer in layers
+        ]
         try:
             self.model(input_ids, use_cache=False, **inputs)
         finally:

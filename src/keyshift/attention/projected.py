@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from transformers import initialization as init
 
-from keyshift.attention.source import KeySource
+from keyshift.attention.source import KeySource, query_rms
 from keyshift.configuration import KeyshiftConfig
 
 
@@ -20,6 +21,9 @@ class ProjectedKeys(KeySource):
 
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.k_proj(x_BTE), self.v_proj(x_BTE)
+
+    def match_keys(self, config: KeyshiftConfig) -> None:
+        init.normal_(self.k_proj.weight, std=query_rms(config) / config.hidden_size**0.5)
 
     def scale_keys_(self, factor: Tensor) -> None:
         self.k_proj.weight.mul_(factor)

@@ -32,7 +32,7 @@ class KeySource(nn.Module):
         raise NotImplementedError
 
     def match_keys(self, config: KeyshiftConfig) -> None:
-        """Draw the map to keys so that they start at the queries' RMS. Projected keys do so by themselves."""
+        """Draw the map to keys, where there is one, so that they start at the queries' RMS."""
 
     def scale_keys_(self, factor: Tensor) -> None:
         """Multiply the map to content keys, where there is one, by this number."""

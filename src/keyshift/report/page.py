@@ -1,0 +1,96 @@
+"""The page: one HTML file that holds everything and asks the network for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keyshift.report.cells import EMPTY, filled_columns
+from keyshift.report.figures.canvas import Picture, look_of
+from keyshift.report.heads import heads_of
+from keyshift.report.numbers import reference_variant, summary_rows
+from keyshift.report.sentences import diverged, sentences, unfinished
+from keyshift.results import Report, VariantResult
+
+
+class ShiftTable(NamedTuple):
+    """The shift weights of one variant, a line per seed, layer and head."""
+
+    variant: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def render_page(report: Report, pictures: Sequence[Picture]) -> str:
+    """The whole page as text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows = summary_rows(report)
+    columns = [column for column in filled_columns(report.kind, rows) if column.title]
+    reference = reference_variant(report)
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        variants=[
+            {
+                "name": row["variant"],
+                "colour": look_of(index).colour,
+                "sentence": sentence,
+                "cells": [column.cell(row) for column in columns],
+            }
+            for index, (row, sentence) in enumerate(zip(rows, sentences(report, rows), strict=True))
+        ],
+        unfinished=unfinished(report),
+        diverged=diverged(report),
+        groups=[(group, len(list(below))) for group, below in groupby(columns, lambda column: column.group)],
+        columns=columns,
+        reference=None if reference is None else reference.name,
+        pictures=pictures,
+        shift_tables=[table for variant in report.variants if (table := _shift_table(variant))],
+        created=_moment(report.created),
+        data={key.replace("_", " "): _fact(value) for key, value in report.data.items()},
+        recipe=json.dumps(report.recipe, indent=2, ensure_ascii=False, default=str),
+    )
+
+
+def _shift_table(variant: VariantResult) -> ShiftTable | None:
+    heads = [(run.seed, head) for run in variant.runs for head in heads_of(run)]
+    if not heads:
+        return None
+    columns = [
+        (of, symbol, place)
+        for of, symbol in (("key", "α"), ("value", "β"), ("query", "γ"))
+        for place in range(max(len(getattr(head, of)) for _, head in heads))
+    ]
+    lines = []
+    for seed, head in heads:
+        sides = [(getattr(head, of), place) for of, _, place in columns]
+        weights = [f"{side[place]:.3f}" if place < len(side) else EMPTY for side, place in sides]
+        lines.append([str(seed), str(head.layer), str(head.head), *weights])
+    titles = [f"{symbol}{place + 1}" for _, symbol, place in columns]
+    return ShiftTable(variant.name, ["Seed", "Layer", "Head", *titles], lines)
+
+
+def _moment(text: str) -> str:
+    """An ISO 8601 time for readers; anything else as it is."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"

@@ -1,0 +1,129 @@
+"""The command line as a user meets it: exit codes, one-line errors, JSON, 80 columns, no heavy import for help."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 100,
+}
+
+
+def keyshift(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "keyshift.cli", *arguments]
+    environment = {**os.environ, "COLUMNS": "80"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.fixture
+def config(tmp_path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    script = (
+        "import sys; sys.argv = ['keyshift', '--help']\n"
+        "from keyshift import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'pyarrow', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compare" in done.stdout
+    assert "cache" in done.stdout
+
+
+def test_cache_prints_predicted_and_measured_bytes_of_every_mechanism(config):
+    rows = json.loads(keyshift("cache", config, "--tokens", "300", "--batch", "2", "--json").stdout)
+    by_name = {row["mechanism"]: row for row in rows}
+    assert all(row["bytes_measured"] == row["bytes_predicted"] for row in rows)
+    per_token = {name: row["bytes_per_token"] for name, row in by_name.items()}
+    layers, width = 3 * 2, 4 * 64  # bf16
+    assert per_token["GQA"] == per_token["GQA + KV shift"] == layers * 2 * width
+    assert per_token["GVA, d_r = 16"] == per_token["GVA, d_r = 16 + shift"] == layers * (width + 16)
+    assert per_token["MHA"] == layers * 2 * 16 * 64
+    assert per_token["MQA"] == layers * 2 * 64
+    assert per_token["MLA"] == layers * (4 * 64 + 32)
+    assert by_name["GVA, d_r = 16"]["bytes_predicted"] == 300 * 2 * layers * (width + 16)
+    # GVA paper, eq. 13, for G d_h = 256
+    assert round(by_name["GVA, d_r = 16"]["ratio_to_gqa"], 3) == 0.531
+    assert round(by_name["GVA, d_r = 24"]["ratio_to_gqa"], 3) == 0.547
+
+
+def test_cache_fits_80_columns_and_shows_a_checkpoint_of_ours_first(tmp_path):
+    from keyshift import KeyshiftConfig
+
+    KeyshiftConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=2, attention="mla", position="decoupled_rope"
+    ).save_pretrained(tmp_path)
+    done = keyshift("cache", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("this model")
+
+
+def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
+    from keyshift import cache_report
+
+    monkeypatch.setattr(cache_report, "MEMORY_SHARE", 0.0)
+    rows = cache_report.cache_rows(cache_report.load_config(config), tokens=300, batch=2, dtype="fp32")
+    assert {row["layers_measured"] for row in rows} == {1}
+    assert all(row["bytes_measured"] == row["bytes_predicted"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cache", "nowhere/config.json"], "nowhere/config.json"),
+        (["cache", "CONFIG", "--dtype", "int9"], "dtype='int9'"),
+        (["compare", "inducton"], "did you mean 'induction'"),
+        (["compare", "text"], "no text to read"),
+        (["compare", "text", "nowhere.txt"], "nowhere.txt"),
+        (["compare", "induction", "--set", "trainin.steps=3"], "trainin is not known; did you mean 'training'"),
+        (["compare", "induction", "--set", "steps"], "must look like"),
+        (["compare", "induction", "--set", "model.num_key_value_heads=3"], "not divisible"),
+        (["compare", "induction", "--steps", "0"], "training.steps=0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, message):
+    done = keyshift(*(config if a == "CONFIG" else a for a in arguments), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_compare_prints_a_table_or_json(tmp_path):
+    small = ["--steps", "4", "--seeds", "1", "--set", "model.hidden_size=16", "--set", "training.batch_size=4"]
+    table = keyshift("compare", "induction", *small, cwd=tmp_path)
+    assert table.returncode == 0, table.stderr
+    assert max(map(len, table.stdout.splitlines())) <= 100
+    assert (tmp_path / "runs/induction/report.html").exists()
+    rows = json.loads(keyshift("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path).stdout)
+    assert [row["variant"] for row in rows][:2] == ["1-layer GQA", "2-layer GQA"]
+    again = keyshift("compare", "induction", *small, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+
+
+def test_a_diverged_run_is_exit_code_1(tmp_path):
+    hot = ["--steps", "30", "--seeds", "1", "--set", "training.learning_rate=1e25", "--set", "model.hidden_size=16"]
+    done = keyshift("compare", "induction", *hot, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "at step" in done.stderr
+    assert (tmp_path / "runs/induction/report.html").exists()
