@@ -4,8 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= runs/induction
+# The oldest transformers that pyproject.toml promises; test-oldest runs what depends on it, in its own environment.
+OLDEST ?= transformers==5.16.0
+OLDEST_TESTS := tests/test_invariant.py tests/test_generate.py tests/test_model.py tests/test_reference_libraries.py \
+  tests/test_training.py tests/test_compare.py
 
-.PHONY: compare test test-slow lint format browser clean
+.PHONY: compare test test-slow test-oldest lint format browser clean
 
 compare: $(VENV)/.installed
 	$(BIN)/keyshift compare induction --out $(OUT) $(ARGS)
@@ -15,6 +19,11 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-oldest:
+	$(MAKE) VENV=.venv-oldest .venv-oldest/.installed-test
+	.venv-oldest/bin/python -m pip install --quiet "$(OLDEST)"
+	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" $(OLDEST_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -50,4 +59,4 @@ browser:
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-oldest runs

@@ -6,8 +6,11 @@ eq. 4-6). Shapes: B batch, T tokens, G heads of the input, H heads of the output
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Shift(nn.Module):
@@ -50,8 +53,9 @@ class Shift(nn.Module):
     def forward(self, x_BTGD: Tensor, starts_BT: Tensor | None, first_slot: int = 0) -> Tensor:
         """`shift_sequence` with this module's weights; fewer weights than heads serve equal groups of heads."""
         weights = self.weights()
-        repeats = max(1, x_BTGD.shape[2] // weights.shape[0])
-        return shift_sequence(x_BTGD, weights.repeat_interleave(repeats, dim=0), starts_BT, first_slot)
+        if weights.shape[0] < x_BTGD.shape[2]:
+            weights = weights.repeat_interleave(x_BTGD.shape[2] // weights.shape[0], dim=0)
+        return shift_sequence(x_BTGD, weights, starts_BT, first_slot)
 
 
 def shift_sequence(
@@ -59,7 +63,7 @@ def shift_sequence(
 ) -> Tensor:
     """Mix every token with those before it in its document.
 
-    One multiply and, for each further token of the window, one fused multiply-add over views.
+    One multiply and, for each further token of the window, one fused multiply-add over views; the same backward.
 
     Args:
         x_BTGD: queries, keys or values.
@@ -70,16 +74,45 @@ def shift_sequence(
     Returns:
         [B, T, H, D], the dtype of ``x_BTGD``.
     """
-    batch, tokens, groups, width = x_BTGD.shape
+    tokens, groups = x_BTGD.shape[1:3]
     heads, window = weights_HW.shape
-    x = x_BTGD[:, :, :, None]
-    weights = weights_HW.to(x.dtype).view(groups, heads // groups, 1, window)
-    mixed = x * weights[..., 0]
-    for back in range(1, min(window, tokens)):
-        weight = weights[..., back]
-        if starts_BT is not None:
-            slots = torch.arange(first_slot, first_slot + tokens, device=x.device)
-            inside = (slots - back >= starts_BT)[:, back:].to(x.dtype)
-            weight = weight * inside[:, :, None, None, None]
-        mixed[:, back:].addcmul_(x[:, :-back], weight)
-    return mixed.view(batch, tokens, heads, width)
+    weights = weights_HW.to(x_BTGD.dtype).view(groups, heads // groups, 1, window)
+    x_BTGRD = x_BTGD[:, :, :, None].expand(-1, -1, -1, heads // groups, -1)
+    inside = None
+    if starts_BT is not None:
+        slots = torch.arange(first_slot, first_slot + tokens, device=x_BTGD.device)
+        inside = torch.stack([slots - back >= starts_BT for back in range(window)]).to(x_BTGD.dtype)
+    return _Mix.apply(x_BTGRD, weights, inside).flatten(2, 3)
+
+
+class _Mix(torch.autograd.Function):
+    """x̂_t = Σ_m w_m x_{t-m} over [B, T, G, R, D], weights [G, R, 1, W], with a backward of the same few passes.
+
+    ``inside`` [W, B, T] is 0 where the token m places back is in another document; None where it never is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, inside: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights, inside)
+        mixed = x * weights[..., 0]
+        for back in range(1, min(weights.shape[-1], x.shape[1])):
+            mixed[:, back:].addcmul_(_kept(x[:, :-back], inside, back), weights[..., back])
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights, inside = ctx.saved_tensors
+        grad_x = grad * weights[..., 0]
+        grad_weights = torch.zeros_like(weights)
+        grad_weights[..., 0] = (grad * x).sum((0, 1, 4))[..., None]
+        for back in range(1, min(weights.shape[-1], x.shape[1])):
+            reached = _kept(grad[:, back:], inside, back)
+            grad_x[:, :-back].addcmul_(reached, weights[..., back])
+            grad_weights[..., back] = (reached * x[:, :-back]).sum((0, 1, 4))[..., None]
+        return grad_x, grad_weights, None
+
+
+def _kept(x: Tensor, inside: Tensor | None, back: int) -> Tensor:
+    """``x`` of the tokens from ``back`` on, or of those ``back`` before them, 0 where the two do not share a document."""
+    return x if inside is None else x * inside[back, :, back:, None, None, None]
