@@ -12,7 +12,7 @@ OLDEST_TESTS := tests/test_invariant.py tests/test_generate.py tests/test_model.
 .PHONY: compare test test-slow test-oldest lint format browser clean
 
 compare: $(VENV)/.installed
-	$(BIN)/keyshift compare induction --out $(OUT) $(ARGS)
+	$(BIN)/keyshift compare induction --out $(OUT) --resume $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)

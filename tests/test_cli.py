@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, one-line errors, JSON, 80 columns, no heavy import for help."""
+"""The command line as a user meets it: exit codes, one-line errors, JSON, 80 columns, a quick help."""
 
 import json
 import os
@@ -94,7 +94,10 @@ def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
         (["compare", "inducton"], "did you mean 'induction'"),
         (["compare", "text"], "no text to read"),
         (["compare", "text", "nowhere.txt"], "nowhere.txt"),
-        (["compare", "induction", "--set", "trainin.steps=3"], "trainin is not known; did you mean 'training'"),
+        (
+            ["compare", "induction", "--set", "trainin.steps=3"],
+            "trainin is not known; did you mean 'training'",
+        ),
         (["compare", "induction", "--set", "steps"], "must look like"),
         (["compare", "induction", "--set", "model.num_key_value_heads=3"], "not divisible"),
         (["compare", "induction", "--steps", "0"], "training.steps=0"),
@@ -109,12 +112,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, mess
 
 
 def test_compare_prints_a_table_or_json(tmp_path):
-    small = ["--steps", "4", "--seeds", "1", "--set", "model.hidden_size=16", "--set", "training.batch_size=4"]
+    small = [
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--set",
+        "model.hidden_size=16",
+        "--set",
+        "training.batch_size=4",
+    ]
     table = keyshift("compare", "induction", *small, cwd=tmp_path)
     assert table.returncode == 0, table.stderr
     assert max(map(len, table.stdout.splitlines())) <= 100
     assert (tmp_path / "runs/induction/report.html").exists()
-    rows = json.loads(keyshift("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path).stdout)
+    rows = json.loads(
+        keyshift("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path).stdout
+    )
     assert [row["variant"] for row in rows][:2] == ["1-layer GQA", "2-layer GQA"]
     again = keyshift("compare", "induction", *small, cwd=tmp_path)
     assert again.returncode == 2
@@ -122,7 +136,16 @@ def test_compare_prints_a_table_or_json(tmp_path):
 
 
 def test_a_diverged_run_is_exit_code_1(tmp_path):
-    hot = ["--steps", "30", "--seeds", "1", "--set", "training.learning_rate=1e25", "--set", "model.hidden_size=16"]
+    hot = [
+        "--steps",
+        "30",
+        "--seeds",
+        "1",
+        "--set",
+        "training.learning_rate=1e25",
+        "--set",
+        "model.hidden_size=16",
+    ]
     done = keyshift("compare", "induction", *hot, cwd=tmp_path)
     assert done.returncode == 1
     assert "at step" in done.stderr

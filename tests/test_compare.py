@@ -1,4 +1,4 @@
-"""A whole comparison, small: on the task and on text; interrupted, resumed, repeated; its report and its errors."""
+"""A whole comparison, small: on the task and on text; interrupted, resumed, repeated; report and errors."""
 
 import json
 import subprocess
@@ -49,7 +49,9 @@ def test_a_comparison_measures_every_variant_with_every_seed(tmp_path):
     assert report.complete
     for variant in report.variants:
         assert [run.seed for run in variant.runs] == [0, 1]
-        assert all(run.status == "finished" and [p.step for p in run.curve] == [4, 8, 12] for run in variant.runs)
+        assert all(
+            run.status == "finished" and [p.step for p in run.curve] == [4, 8, 12] for run in variant.runs
+        )
         assert variant.cache_bytes_per_token_measured == variant.cache_bytes_per_token
         assert variant.runs[0].decode_ms_per_token > 0
         assert all(run.train_tokens_per_second > 0 for run in variant.runs)
@@ -168,9 +170,28 @@ def test_results_are_neither_overwritten_nor_mixed(tmp_path):
 
 def test_ctrl_c_leaves_a_partial_report_and_a_resumable_run(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "keyshift.cli", "compare", "induction", "--out", str(out), "--seeds", "1"]
-    quick = ["--set", "training.save_steps=1000", "--set", "model.hidden_size=16", "--set", "training.batch_size=2"]
-    process = subprocess.Popen([*command, *quick, "--steps", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "keyshift.cli",
+        "compare",
+        "induction",
+        "--out",
+        str(out),
+        "--seeds",
+        "1",
+    ]
+    quick = [
+        "--set",
+        "training.save_steps=1000",
+        "--set",
+        "model.hidden_size=16",
+        "--set",
+        "training.batch_size=2",
+    ]
+    process = subprocess.Popen(
+        [*command, *quick, "--steps", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     wait_for(lambda: any(out.glob("runs/*/seed-0")), process)
     time.sleep(2)
     process.send_signal(2)

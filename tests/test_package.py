@@ -14,7 +14,18 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ROOT,
+    ]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
@@ -34,7 +45,16 @@ def test_an_installed_keyshift_compares_away_from_the_checkout(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
     subprocess.run(install, check=True, capture_output=True)
     script = "import keyshift, keyshift.cli; print(keyshift.__file__, flush=True); keyshift.cli.main()"
-    small = ["--steps", "3", "--seeds", "1", "--set", "model.hidden_size=16", "--set", "training.batch_size=4"]
+    small = [
+        "--steps",
+        "3",
+        "--seeds",
+        "1",
+        "--set",
+        "model.hidden_size=16",
+        "--set",
+        "training.batch_size=4",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", script, "compare", "induction", *small],
         capture_output=True,

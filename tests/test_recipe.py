@@ -17,7 +17,9 @@ def test_built_in_recipes_are_valid_down_to_their_models(name):
 
 def test_the_induction_recipe_holds_what_the_readme_promises():
     variants = load_recipe("induction").variants
-    assert {(v.get("attention", "gqa"), v["num_hidden_layers"], v.get("shift", "none")) for v in variants.values()} == {
+    assert {
+        (v.get("attention", "gqa"), v["num_hidden_layers"], v.get("shift", "none")) for v in variants.values()
+    } == {
         ("gqa", 1, "none"),
         ("gqa", 2, "none"),
         ("gqa", 1, "kv"),
@@ -35,16 +37,24 @@ def test_overrides_reach_into_tables():
     ("change", "message"),
     [
         ({"sedes": 2}, "sedes is not known; did you mean 'seeds'"),
-        ({"training": {"lerning_rate": 1e-3}}, "training.lerning_rate is not known; did you mean 'learning_rate'"),
+        (
+            {"training": {"lerning_rate": 1e-3}},
+            "training.lerning_rate is not known; did you mean 'learning_rate'",
+        ),
         ({"training": {"steps": "many"}}, "training.steps='many'"),
         ({"training": {"steps": 0}}, "training.steps=0"),
         ({"model": {"hidden_sise": 8}}, "model.hidden_sise is not known; did you mean 'hidden_size'"),
-        ({"variants": {"a": {"atention": "gqa"}}}, "variants.a.atention is not known; did you mean 'attention'"),
+        (
+            {"variants": {"a": {"atention": "gqa"}}},
+            "variants.a.atention is not known; did you mean 'attention'",
+        ),
         ({"variants": {}}, "variants"),
         ({"task": {"name": "inductoin"}}, "did you mean 'induction'"),
         ({"task": {"name": "induction", "vocab": 3}}, "task.vocab is not known; did you mean 'vocab_size'"),
         ({"task": {"name": "induction", "vocab_size": "big"}}, "must be an integer"),
-        ({"data": {"paths": ["x"]}}, "exactly one of the tables"),
+        ({"data": {"paths": ["x"]}}, "trains on a task and reads no text"),
+        ({"data": {"paths": ["x"], "vocab_size": 300}}, "exactly one of the tables"),
+        ({"task": None}, "exactly one of the tables"),
         ({"task": None, "data": {}}, "no text to read"),
     ],
 )

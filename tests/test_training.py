@@ -24,7 +24,9 @@ def model(seed: int = 0, **fields) -> KeyshiftForCausalLM:
 
 
 def equal_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 def test_the_engine_takes_the_steps_of_a_plain_loop(tmp_path):
@@ -57,7 +59,9 @@ def test_an_interrupted_run_goes_on_bit_by_bit(tmp_path, schedule):
     resumed = model(seed=99)
     second = train(resumed, SOURCE, settings, tmp_path / "parts", seed=0, resume=True)
     assert equal_weights(whole, resumed)
-    assert [e for e in straight.history if "eval_loss" in e] == [e for e in second.history if "eval_loss" in e]
+    assert [e for e in straight.history if "eval_loss" in e] == [
+        e for e in second.history if "eval_loss" in e
+    ]
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path):
@@ -129,7 +133,7 @@ FULL_DISK = """
     from keyshift.errors import RunError
     settings = SETTINGS.model_copy(update=dict(save_steps=4))
     def progress(standing):
-        if standing.step == 6:  # from here on no file may grow beyond this: the checkpoint of step 8 cannot be written
+        if standing.step == 6:  # no file may grow beyond this, so the checkpoint of step 8 fails
             resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
     try:
         train(model(), SOURCE, settings, Path({out!r}), seed=0, on_progress=progress)
@@ -141,7 +145,9 @@ FULL_DISK = """
 
 @pytest.mark.parametrize("limit", [1, 3000, 9000])
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, limit):
-    script = textwrap.dedent(FULL_DISK.format(tests=str(__file__).rsplit("/", 1)[0], out=str(tmp_path), limit=limit))
+    script = textwrap.dedent(
+        FULL_DISK.format(tests=str(__file__).rsplit("/", 1)[0], out=str(tmp_path), limit=limit)
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
     assert "step 8" in done.stdout
@@ -152,4 +158,3 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, limit):
     straight = model()
     train(straight, SOURCE, SETTINGS, tmp_path / "straight", seed=0)
     assert equal_weights(resumed, straight)
-

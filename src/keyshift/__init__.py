@@ -1,6 +1,7 @@
 """keyshift: attention mechanisms designed, trained, compared and served from caches of half the size.
 
-Importing it is cheap: torch and transformers load when a name is first used. The model classes are registered with
+Importing it is cheap: torch and transformers load when a name is first used. The model classes are
+    registered with
 transformers' Auto classes as soon as those are imported, by whichever side comes first.
 """
 
@@ -32,7 +33,17 @@ _EXPORTS = {
     "cache_bytes_per_token": "keyshift.cache",
 }
 
-__all__ = [*sorted(_EXPORTS), "__version__"]
+__all__ = [
+    "KeyshiftCache",
+    "KeyshiftConfig",
+    "KeyshiftForCausalLM",
+    "KeyshiftModel",
+    "NonFiniteLoss",
+    "UserError",
+    "__version__",
+    "cache_bytes",
+    "cache_bytes_per_token",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -54,8 +65,8 @@ def _register_config(_: ModuleType) -> None:
 @wrapt.when_imported("transformers.models.auto.modeling_auto")
 @wrapt.when_imported("transformers.modeling_layers")
 def _register_models(_: ModuleType) -> None:
-    # transformers.modeling_layers, which our decoder needs, imports the Auto classes itself: if it is only half
-    # imported now, the call that follows its own import is the one that registers.
+    # transformers.modeling_layers, which our decoder needs, imports the Auto classes itself: if it is only
+    # half imported now, the call that follows its own import is the one that registers.
     layers = sys.modules.get("transformers.modeling_layers")
     if layers is None or hasattr(layers, "GradientCheckpointingLayer"):
         importlib.import_module("keyshift.modeling")

@@ -1,9 +1,11 @@
 """What each mechanism stores per token: bytes predicted, bytes allocated, and the cache itself.
 
-A layer keeps two flat streams of one head each, [B, 1, T, width], in the slots that transformers calls ``keys`` and
-``values``. Projected keys (with the shared rotary key at their end, if there is one) and values fill them in that
-order; a reconstructing mechanism puts its one stream first and the shared rotary key, or nothing, second. They are
-raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and repeating need
+A layer keeps two flat streams of one head each, [B, 1, T, width], in the slots that transformers calls
+``keys`` and ``values``. Projected keys (with the shared rotary key at their end, if there is one) and values
+fill them in that order; a reconstructing mechanism puts its one stream first and the shared rotary key, or
+nothing, second. They are
+raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and
+    repeating need
 no state. Only a shifted *query* has one: the last window - 1 raw queries.
 """
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from keyshift.attention import SOURCES
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 
@@ -34,15 +37,12 @@ class CacheWidths:
 
 def cache_widths(config: KeyshiftConfig) -> CacheWidths:
     """What one layer keeps (spec: "Scalars cached per token and layer"; GVA paper, section 3.4)."""
-    groups, head_dim = config.num_key_value_heads, config.head_dim
+    keys, values = SOURCES[config.attention].stream_widths(config)
     rotary = config.decoupled_width
-    query_state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
-    state = query_state if config.shifts("q") else 0
-    if config.attention == "mla":
-        return CacheWidths(config.kv_lora_rank, rotary, state)
-    if config.attention in ("shared_kv", "gva"):
-        return CacheWidths(groups * head_dim, rotary, state)
-    return CacheWidths(groups * config.qk_nope_head_dim + rotary, groups * head_dim, state)
+    state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
+    if not config.shifts("q"):
+        state = 0
+    return CacheWidths(keys + rotary, values, state) if keys else CacheWidths(values, rotary, state)
 
 
 def cache_bytes_per_token(config: KeyshiftConfig, dtype: torch.dtype) -> int:
@@ -61,8 +61,8 @@ class StreamLayer(CacheLayerMixin):
     """One layer's streams in buffers that are written in place.
 
     Args:
-        max_length: tokens to allocate at once; None grows by a quarter when full, so that appending a token is
-            amortised O(1).
+        max_length: tokens to allocate at once; None grows by a quarter when full, so that appending a token
+            is amortised O(1).
     """
 
     is_compileable = False
@@ -127,7 +127,8 @@ class StreamLayer(CacheLayerMixin):
         return self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]
 
     def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        """New buffers shaped like these tensors, with room for ``capacity`` tokens, keeping what is stored."""
+        """New buffers shaped like these tensors, with room for ``capacity`` tokens, keeping what is
+        stored."""
         old = (self.keys, self.values)
         fresh = [like.new_empty(like.shape[0], 1, capacity, like.shape[3]) for like in (keys, values)]
         for buffer, stored in zip(fresh, old, strict=True):
@@ -160,7 +161,8 @@ class StreamLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers).
+        """Forget the last ``-tokens_to_remove`` tokens; a positive number is the length to keep (older
+        callers).
 
         Raises:
             UserError: the layer holds raw queries of a shifted query, which cannot be had back.
@@ -170,7 +172,7 @@ class StreamLayer(CacheLayerMixin):
             return
         if self.query_state is not None and keep > 0:
             raise UserError(
-                "shift='qkv' keeps the last raw queries, which a rollback cannot restore: reset() the cache and "
+                "shift='qkv' keeps the last raw queries, which a rollback cannot restore: reset() the cache "
                 "prefill again, or use shift='kv', which needs no state"
             )
         self.length = max(keep, 0)

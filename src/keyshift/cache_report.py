@@ -27,7 +27,8 @@ DTYPES = {
 }
 PAPER_ROTARY_WIDTHS = (16, 24)
 MEMORY_SHARE = 0.25
-"""A whole cache is allocated only if it takes less than this share of the free memory; else one layer of it."""
+"""A whole cache is allocated only if it takes less than this share of the free memory; else one layer of
+it."""
 
 Row = dict[str, Any]
 
@@ -138,14 +139,17 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtype) -> tuple[int | None, int]:
     """Allocated bytes of a real cache with that room, and how many of its layers were allocated to see.
 
-    A model of one layer with random weights writes two tokens; the other layers get the same streams.
+    A model of one layer with random weights writes two tokens; the other layers get the same streams. None
+    if not even one layer fits in memory.
     """
     total = cache_bytes(config, batch=batch, tokens=tokens, dtype=dtype)
-    fits = total < MEMORY_SHARE * psutil.virtual_memory().available
-    layers = config.num_hidden_layers if fits else 1
+    free = psutil.virtual_memory().available
+    layers = config.num_hidden_layers if total < MEMORY_SHARE * free else 1
+    if total // config.num_hidden_layers > free:
+        return None, 0
     sizes = {**config.to_diff_dict(), "num_hidden_layers": 1, "vocab_size": 1, "mlp": "none"}
     sizes.pop("model_type", None)
     model = KeyshiftModel(KeyshiftConfig(**sizes)).to(dtype).eval()
@@ -153,9 +157,9 @@ def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtyp
     cache = KeyshiftCache(config, max_length=tokens)
     model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
     first, *others = cache.layers
-    assert first.keys is not None and first.values is not None
-    for layer in others[: layers - 1]:
-        layer.update(first.keys, first.values)
+    if first.keys is not None and first.values is not None:
+        for layer in others[: layers - 1]:
+            layer.update(first.keys, first.values)
     return cache.allocated_bytes * config.num_hidden_layers // layers, layers
 
 
@@ -166,16 +170,17 @@ def print_cache(rows: list[Row], console: Console) -> None:
     for header in ("bytes/token", "predicted", "measured", "ratio to GQA"):
         table.add_column(header, justify="right")
     for row in rows:
+        measured, whole = row["bytes_measured"], row["layers_measured"] == row["layers"]
         table.add_row(
             row["mechanism"],
             f"{row['bytes_per_token']:,}",
             _size(row["bytes_predicted"]),
-            _size(row["bytes_measured"]) + ("*" if row["layers_measured"] < row["layers"] else ""),
+            "does not fit" if measured is None else _size(measured) + ("" if whole else "*"),
             f"{row['ratio_to_gqa']:.3f}",
         )
     console.print(table)
-    if any(row["layers_measured"] < row["layers"] for row in rows):
-        console.print("* one layer allocated and multiplied: the whole cache does not fit in free memory")
+    if any(0 < row["layers_measured"] < row["layers"] for row in rows):
+        console.print("* one layer allocated and multiplied: all do not fit in free memory")
 
 
 def _size(count: int) -> str:

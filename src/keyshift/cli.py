@@ -25,7 +25,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line: exit code 2 for the user's mistakes, 1 for a failed run, 130 for an interruption."""
+    """Run the command line: exit code 2 for the user's mistakes, 1 for a failed run, 130 for an
+    interruption."""
     try:
         app(standalone_mode=True)
     except (UserError, RunError) as error:

@@ -34,7 +34,11 @@ from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSo
 
 RECIPE_FILE = "recipe.json"
 OWN_FILES = {RECIPE_FILE, ".lock", "data", "runs", "figures", "report.json", "report.html"}
-ROLES: dict[str, Literal["query", "key", "value"]] = {"query_shift": "query", "key_shift": "key", "value_shift": "value"}
+ROLES: dict[str, Literal["query", "key", "value"]] = {
+    "query_shift": "query",
+    "key_shift": "key",
+    "value_shift": "value",
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ class Hooks:
 def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | None = None) -> Report:
     """Train every variant of a recipe with every seed, measure, and write the report into ``out``.
 
-    Runs that ``out`` holds already are not repeated with ``resume``; an interrupted one goes on from its newest
-    checkpoint. The report is written at the end, after an interruption, and when something fails.
+    Runs that ``out`` holds already are not repeated with ``resume``; an interrupted one goes on from its
+    newest checkpoint. The report is written at the end, after an interruption, and when something fails.
 
     Raises:
         UserError: settings that do not fit, ``out`` in use or holding something else.
@@ -297,11 +301,12 @@ def _report(
 
 
 def _trained(run: Run) -> KeyshiftForCausalLM:
-    """The run's model as last saved, or a fresh one: sizes and speeds are the same."""
+    """The run's model as last saved, or a fresh one (sizes and speeds are the same), where runs are
+    trained."""
     checkpoint = newest_checkpoint(run.directory)
-    if checkpoint is None:
-        return KeyshiftForCausalLM(run.config).eval()
-    return KeyshiftForCausalLM.from_pretrained(checkpoint).eval()
+    fresh = checkpoint is None
+    model = KeyshiftForCausalLM(run.config) if fresh else KeyshiftForCausalLM.from_pretrained(checkpoint)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _variant(run: Run, recipe: Recipe, model: KeyshiftForCausalLM) -> VariantResult:

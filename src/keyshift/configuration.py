@@ -30,28 +30,29 @@ RECONSTRUCTED = ("mla", "shared_kv", "gva")
 class KeyshiftConfig(PreTrainedConfig):
     """Sizes (named as in Llama) and the three axes: where keys come from, position, shift.
 
-    Sizes that a mechanism has no use for are ignored (``kv_lora_rank`` without MLA), so that variants can share
-    a table of sizes; choices that contradict each other raise `UserError`, naming both and a way out.
+    Sizes that a mechanism has no use for are ignored (``kv_lora_rank`` without MLA), so that variants can
+    share a table of sizes; choices that contradict each other raise `UserError`, naming both and a way out.
 
     Args:
         attention: where keys come from: ``mha``, ``mqa``, ``gqa`` project them; ``mla`` computes them from a
             latent; ``shared_kv`` uses the value itself; ``gva`` maps the value to a key per query head.
-        position: ``rope`` on whole heads, ``decoupled_rope`` (a rotated query slice and one shared rotated key),
-            ``alibi``, ``learned`` (absolute, added to the embedding), ``none``.
+        position: ``rope`` on whole heads, ``decoupled_rope`` (a rotated query slice and one shared rotated
+            key), ``alibi``, ``learned`` (absolute, added to the embedding), ``none``.
         shift: which of query, key, value are mixed with the previous tokens' (``none``, ``k``, ``v``, ``kv``,
             ``qkv``).
         num_key_value_heads: G. Default H // 4 (at least 1) for grouped mechanisms, H for ``mha`` and ``mla``
             (which has one latent), 1 for ``mqa``.
         head_dim: d_h, the width of a value and, without decoupled RoPE, of a key. Default hidden_size // H.
-        qk_rope_head_dim: d_r, the width of the decoupled rotary slice; even. Default half of ``head_dim``, made
-            even.
-        rope_allocation: ``additive`` keeps a content width of d_h beside d_r; ``carved`` takes d_r out of d_h.
+        qk_rope_head_dim: d_r, the width of the decoupled rotary slice; even. Default half of ``head_dim``,
+            made even.
+        rope_allocation: ``additive`` keeps a content width of d_h beside d_r; ``carved`` takes d_r out of
+            d_h.
         kv_lora_rank: d_c, the width of MLA's latent. Default 4 d_h.
         shift_window: w, how many tokens are mixed: 2, 3 or 4.
         shift_weights: ``free``; ``gate`` (sigmoid, sums to 1); ``clip`` (in [0, 1]: see `Shift.constrain_`).
-        shift_heads: one set of weights per key/value head (``kv``, the paper's, default for projected keys) or
-            per query head (``query``, default for reconstructed keys, where it costs no cache). MLA's single
-            latent counts as one key/value head.
+        shift_heads: one set of weights per key/value head (``kv``, the paper's, default for projected keys)
+            or per query head (``query``, default for reconstructed keys, where it costs no cache). MLA's
+            single latent counts as one key/value head.
         query_norm: RMSNorm on each query head.
         key_map_init: ``matched`` starts reconstructed and rotary keys at the queries' RMS (GVA paper, eq. 15;
             default for ``gva``), ``standard`` draws them like any weight (default elsewhere).
@@ -107,7 +108,6 @@ class KeyshiftConfig(PreTrainedConfig):
     @property
     def qk_nope_head_dim(self) -> int:
         """d_n: the width of a key or query head that is not given to decoupled RoPE."""
-        assert self.head_dim is not None and self.qk_rope_head_dim is not None
         carved = self.position == "decoupled_rope" and self.rope_allocation == "carved"
         return self.head_dim - self.qk_rope_head_dim if carved else self.head_dim
 
@@ -200,8 +200,8 @@ class KeyshiftConfig(PreTrainedConfig):
         fixed = {"mha": heads, "mqa": 1}.get(self.attention)
         if fixed is not None and groups != fixed:
             raise UserError(
-                f"attention={self.attention!r} has {fixed} key/value heads, not num_key_value_heads={groups}; "
-                "leave it out, or use attention='gqa'"
+                f"attention={self.attention!r} has {fixed} key/value heads, not "
+                f"num_key_value_heads={groups}; leave it out, or use attention='gqa'"
             )
         if heads % groups:
             raise UserError(
@@ -213,7 +213,8 @@ class KeyshiftConfig(PreTrainedConfig):
         width = self.qk_rope_head_dim
         if self.position == "rope" and self.head_dim % 2:
             raise UserError(
-                f"position='rope' needs an even head_dim, not {self.head_dim}; change it or use position='alibi'"
+                f"position='rope' needs an even head_dim, not {self.head_dim}; change it or use "
+                "position='alibi'"
             )
         if self.position != "decoupled_rope":
             return
@@ -222,13 +223,13 @@ class KeyshiftConfig(PreTrainedConfig):
         if self.rope_allocation == "carved":
             if self.attention == "shared_kv":
                 raise UserError(
-                    "attention='shared_kv' uses the whole value as the key, so rope_allocation='carved' cannot "
-                    "narrow it; use rope_allocation='additive' or attention='gva'"
+                    "attention='shared_kv' uses the whole value as the key, so rope_allocation='carved' "
+                    "cannot narrow it; use rope_allocation='additive' or attention='gva'"
                 )
             if width >= self.head_dim:
                 raise UserError(
-                    f"rope_allocation='carved' needs qk_rope_head_dim={width} below head_dim={self.head_dim}; "
-                    "use a smaller qk_rope_head_dim or rope_allocation='additive'"
+                    f"rope_allocation='carved' needs qk_rope_head_dim={width} below "
+                    f"head_dim={self.head_dim}; use a smaller qk_rope_head_dim or rope_allocation='additive'"
                 )
 
 

@@ -15,7 +15,8 @@ class RunError(RuntimeError):
 
 
 class NonFiniteLoss(RunError):
-    """Training produced a NaN or infinite loss or weight. ``step`` is the optimiser step at which it was seen."""
+    """Training produced a NaN or infinite loss or weight. ``step`` is the optimiser step at which it was
+    seen."""
 
     def __init__(self, step: int, what: str):
         super().__init__(

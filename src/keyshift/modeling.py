@@ -5,29 +5,23 @@ Shapes: B batch, T new tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
 
-from keyshift.attention import Attention
-from keyshift.attention.frame import Frame, locate
-from keyshift.attention.rotary import Rotation, alibi_slopes, rotation
+from keyshift.attention.frame import Frame, build_frame
+from keyshift.attention.module import Attention
 from keyshift.attention.shift import Shift
-from keyshift.attention.source import query_rms
-from keyshift.attention.value import MappedKeys
+from keyshift.attention.source import KeySource, query_rms
 from keyshift.cache import KeyshiftCache
+from keyshift.checkpoint import load_strictly
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 
@@ -88,32 +82,15 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
         """As in transformers, but every weight must be there and fit.
 
         Raises:
-            UserError: a checkpoint of another model type, a damaged file, missing, unexpected or misshapen weights.
+            UserError: a checkpoint of another model type, a damaged file, missing, unexpected or misshapen
+                weights.
         """
-        name, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
-        problems = ["missing_keys", "unexpected_keys", "mismatched_keys"]
-        if kwargs.pop("ignore_mismatched_sizes", False):
-            problems.remove("mismatched_keys")
-        _check_model_type(name, kwargs.get("config"))
-        try:
-            with _errors_only():
-                model, info = super().from_pretrained(
-                    name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-                )
-        except (SafetensorError, RuntimeError) as error:
-            line = str(error).strip().split("\n", 1)[0]
-            raise UserError(f"checkpoint {name} cannot be read: {line}") from error
-        for problem in problems:
-            if info[problem]:
-                raise UserError(
-                    f"checkpoint {name} does not fit its configuration: {problem.replace('_', ' ')} "
-                    f"{sorted(map(str, info[problem]))[:3]}"
-                )
-        return (model, info) if wants_info else model
+        return load_strictly(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Every module once, children first. For code that is not its own transformers passes over modules without
-        weights of their own, as `Attention` is, lest loaded weights be overwritten; `init` sees to that by itself.
+        """Every module once, children first. For code that is not its own transformers passes over modules
+        without weights of their own, as `Attention` is, lest loaded weights be overwritten; `init` sees to
+        that by itself.
         """
         super()._initialize_weights(module)
 
@@ -122,39 +99,17 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, Shift):
             init.copy_(module.weight, module.initial_weight().to(module.weight.dtype))
-        elif isinstance(module, MappedKeys):
-            init.normal_(module.key_map, std=self.config.initializer_range)
+        elif isinstance(module, KeySource):
+            module.draw_maps(self.config)
         elif isinstance(module, Attention) and self.config.key_map_init == "matched":
             self._match_keys(module)
 
     def _match_keys(self, attention: Attention) -> None:
-        """Start keys at the queries' RMS, the content slice and the rotary slice each (GVA paper, appendix A)."""
+        """Start keys at the queries' RMS, the content slice and the rotary slice each (GVA paper, appendix
+        A)."""
         attention.source.match_keys(self.config)
         if attention.rope_key is not None:
             init.normal_(attention.rope_key.weight, std=query_rms(self.config) / self.config.hidden_size**0.5)
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Silence transformers' warnings: what it warns of here is an error of ours, in one line."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def _check_model_type(name: Any, config: Any) -> None:
-    """Refuse another library's checkpoint, which would load as random weights."""
-    if config is not None or name is None:
-        return
-    content, _ = PreTrainedConfig.get_config_dict(name)
-    if content.get("model_type") != KeyshiftConfig.model_type:
-        raise UserError(
-            f"checkpoint {name} has model_type={content.get('model_type')!r}, not {KeyshiftConfig.model_type!r}; "
-            "load it with transformers.AutoModelForCausalLM"
-        )
 
 
 class KeyshiftModel(KeyshiftPreTrainedModel):
@@ -194,11 +149,18 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
             output_attentions = self.config.output_attentions
         x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
-        frame = self._frame(x_BTE, attention_mask, position_ids, document_ids, cache)
+        frame = build_frame(
+            self.config,
+            x_BTE,
+            first_slot=0 if cache is None else int(cache.get_seq_length()),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+        )
         if output_attentions and (self.config._attn_implementation != "eager" or frame.first_slot):
             raise UserError(
-                "output_attentions=True needs attn_implementation='eager' and an empty cache: fused attention and "
-                "cached decoding never form the weights"
+                "output_attentions=True needs attn_implementation='eager' and an empty cache: fused "
+                "attention and cached decoding never form the weights"
             )
         if self.embed_positions is not None:
             x_BTE = x_BTE + self.embed_positions(self._table_rows(frame.positions_BT))
@@ -232,67 +194,6 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
                 f"{self.config.max_position_embeddings} of position='learned'; shorten the input"
             )
         return positions_BT
-
-    def _frame(
-        self,
-        x_BTE: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        cache: Cache | None,
-    ) -> Frame:
-        config = self.config
-        batch, tokens = x_BTE.shape[:2]
-        first_slot = 0 if cache is None else int(cache.get_seq_length())
-        positions, starts = locate(
-            batch,
-            tokens,
-            first_slot,
-            device=x_BTE.device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            document_ids=document_ids,
-        )
-        rotations: tuple[Rotation, ...] = ()
-        if config.rotary_width:
-            turns = (
-                config.shift_window if first_slot and config.position == "rope" and config.shifts("k") else 1
-            )
-            rotations = tuple(
-                rotation(positions - back, config.rotary_width, config.rope_theta, x_BTE.dtype)
-                for back in range(turns)
-            )
-        slopes = None
-        if config.position == "alibi":
-            slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device)
-        mask = None if first_slot else self._mask(x_BTE, starts, slopes)
-        return Frame(first_slot, positions, starts, rotations, mask, slopes)
-
-    def _mask(self, x_BTE: Tensor, starts: Tensor | None, slopes: Tensor | None) -> object:
-        """The mask of a call without cached tokens, in the form that the attention function wants."""
-        implementation = self.config._attn_implementation
-        if slopes is None:
-            if starts is None:
-                return create_causal_mask(self.config, x_BTE, None, None)
-            if implementation not in ("eager", "sdpa", "flex_attention"):
-                raise UserError(
-                    f"padding or packed documents with attn_implementation={implementation!r} are not supported; "
-                    "use 'sdpa', 'eager' or 'flex_attention'"
-                )
-            return create_causal_mask(
-                self.config, x_BTE, None, None, and_mask_function=lambda b, h, q, k: k >= starts[b, q]
-            )
-        if implementation not in ("eager", "sdpa"):
-            raise UserError(
-                f"position='alibi' with attn_implementation={implementation!r} is not supported; use 'sdpa' or 'eager'"
-            )
-        slots = torch.arange(x_BTE.shape[1], device=x_BTE.device)
-        distance = slots[:, None] - slots
-        hidden = distance[None] < 0
-        if starts is not None:
-            hidden = hidden | (slots < starts[:, :, None])
-        bias = (-slopes[:, None, None] * distance).to(x_BTE.dtype)
-        return bias.masked_fill(hidden[:, None], torch.finfo(x_BTE.dtype).min)
 
 
 class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
@@ -365,7 +266,7 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
         return result.to_tuple() if return_dict is False else result
 
@@ -373,8 +274,8 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
     def match_keys_(self, input_ids: Tensor, **inputs: Any) -> None:
         """Rescale the maps to keys so that, on these tokens, keys have the queries' RMS in every layer.
 
-        A fresh model's are right on average over draws (``key_map_init="matched"``); one draw of a small model is
-        off by a tenth. Call before training, with a batch of what will be trained on.
+        A fresh model's are right on average over draws (``key_map_init="matched"``); one draw of a small
+        model is off by a tenth. Call before training, with a batch of what will be trained on.
         """
         layers = [module for module in self.modules() if isinstance(module, Attention)]
         hooks = [
@@ -388,10 +289,17 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
                 hook.remove()
 
     def constrain_(self) -> None:
-        """Clamp the weights of ``shift_weights="clip"``; call after each optimiser step (our trainer does)."""
+        """Clamp the weights of ``shift_weights="clip"``; to be called after each optimiser step."""
         for module in self.modules():
             if isinstance(module, Shift):
                 module.constrain_()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused (`generate_batch` comes through here): its pages hold expanded keys and values."""
+        raise UserError(
+            "generate_batch pages the keys and values of every head, which a keyshift model does not cache; "
+            "use generate() with a left-padded batch"
+        )
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
@@ -399,7 +307,8 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Padding that transformers infers from pad tokens counts on the left only: after a token it is text."""
+        """Padding that transformers infers from pad tokens counts on the left only: after a token it is
+        text."""
         return super()._prepare_attention_mask_for_generation(*args, **kwargs).long().cummax(-1).values
 
     def _prepare_cache_for_generation(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from keyshift.errors import UserError, nearest
-from keyshift.tasks import TASKS
+from keyshift.tasks import TASKS, Task
 
 
 class Section(BaseModel):
@@ -73,7 +73,8 @@ def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None) -> R
     """Read a recipe and apply ``overrides`` (``{"training.steps": 100}``) on top.
 
     Raises:
-        UserError: no such recipe, not TOML, unknown keys (with the nearest valid one), values of a wrong type.
+        UserError: no such recipe, not TOML, unknown keys (with the nearest valid one), values of a wrong
+            type.
     """
     builtin = builtin_recipes()
     path = builtin.get(name_or_path, Path(name_or_path))
@@ -96,10 +97,14 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise UserError(f"recipe {origin}: {_describe(error)}") from error
+    if recipe.task is not None and recipe.data is not None and set(content["data"]) <= {"paths"}:
+        raise UserError(f"recipe {origin} trains on a task and reads no text; leave out {recipe.data.paths}")
     if (recipe.task is None) == (recipe.data is None):
         raise UserError(f"recipe {origin}: needs exactly one of the tables [task] and [data]")
     if recipe.data is not None and not recipe.data.paths:
-        raise UserError(f"recipe {origin}: no text to read; name files or folders after it, or set data.paths")
+        raise UserError(
+            f"recipe {origin}: no text to read; name files or folders after it, or set data.paths"
+        )
     if recipe.task is not None:
         build_task(recipe.task)
     valid = config_fields()
@@ -113,14 +118,14 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
     return recipe
 
 
-def build_task(table: dict[str, Any]) -> Any:
+def build_task(table: dict[str, Any]) -> Task:
     """The task of a ``[task]`` table: ``name`` picks it, the rest are its fields."""
     fields = dict(table)
     name = fields.pop("name", None)
     if name not in TASKS:
         raise UserError(f"task.name={name!r} is not known; {nearest(str(name), TASKS)}")
     task = TASKS[name]
-    valid = [field.name for field in dataclasses.fields(task)]
+    valid = [field.name for field in dataclasses.fields(cast(Any, task))]
     for field, value in fields.items():
         if field not in valid:
             raise UserError(f"task.{field} is not known; {nearest(field, valid)}")

@@ -1,5 +1,17 @@
-"""The attention module: one source of keys, one position, one shift, put together."""
+"""Attention: where keys come from (this table), position (``rotary``), shift (``shift``), put together
+(``module``)."""
 
-from keyshift.attention.module import Attention
+from keyshift.attention.latent import LatentKeys
+from keyshift.attention.projected import ProjectedKeys
+from keyshift.attention.source import KeySource
+from keyshift.attention.value import MappedKeys, SharedKeys
 
-__all__ = ["Attention"]
+SOURCES: dict[str, type[KeySource]] = {
+    "mha": ProjectedKeys,
+    "mqa": ProjectedKeys,
+    "gqa": ProjectedKeys,
+    "mla": LatentKeys,
+    "shared_kv": SharedKeys,
+    "gva": MappedKeys,
+}
+"""``KeyshiftConfig.attention`` -> the answer to "where do keys come from?"."""

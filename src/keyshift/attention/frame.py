@@ -1,7 +1,8 @@
 """Where the tokens of one forward call sit: slots in the cache, positions, documents.
 
-A document (or a left-padded sequence) is contiguous, so one number per token says everything about boundaries:
-the slot at which its document starts. A query sees the slots from there to its own, and the shift never looks
+A document (or a left-padded sequence) is contiguous, so one number per token says everything about
+boundaries: the slot at which its document starts. A query sees the slots from there to its own, and the
+    shift never looks
 further back. Cached tokens need no such record.
 """
 
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask
 
-from keyshift.attention.rotary import Rotation
+from keyshift.attention.rotary import Rotation, alibi_slopes, rotation
+from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 
 
@@ -25,8 +28,8 @@ class Frame:
         positions_BT: positions in tokens, for RoPE and learned embeddings.
         starts_BT: the slot at which each token's document starts; None if every one starts at slot 0.
         rotations: RoPE's angles at the positions, then at each one step further back, as many as are needed.
-        mask: what transformers' attention functions take, for a call without cached tokens; with ALiBi a float
-            bias [B or 1, H, T, T].
+        mask: what transformers' attention functions take, for a call without cached tokens; with ALiBi a
+            float bias [B or 1, H, T, T].
         slopes_H: ALiBi's slopes, or None.
     """
 
@@ -36,6 +39,69 @@ class Frame:
     rotations: tuple[Rotation, ...] = ()
     mask: object = None
     slopes_H: Tensor | None = None
+
+
+def build_frame(
+    config: KeyshiftConfig,
+    x_BTE: Tensor,
+    *,
+    first_slot: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+) -> Frame:
+    """The frame of one call on ``x_BTE``, from what the caller gave: see `locate`."""
+    positions, starts = locate(
+        x_BTE.shape[0],
+        x_BTE.shape[1],
+        first_slot,
+        device=x_BTE.device,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        document_ids=document_ids,
+    )
+    turned = bool(first_slot) and config.position == "rope" and config.shifts("k")
+    steps = 0 if not config.rotary_width else config.shift_window if turned else 1
+    rotations = tuple(
+        rotation(positions - back, config.rotary_width, config.rope_theta, x_BTE.dtype)
+        for back in range(steps)
+    )
+    slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device) if config.position == "alibi" else None
+    mask = None if first_slot else _mask(config, x_BTE, starts, slopes)
+    return Frame(first_slot, positions, starts, rotations, mask, slopes)
+
+
+def _mask(config: KeyshiftConfig, x_BTE: Tensor, starts_BT: Tensor | None, slopes_H: Tensor | None) -> object:
+    """The mask of a call without cached tokens, in the form that the attention function wants."""
+    implementation = config._attn_implementation
+    if slopes_H is not None:
+        if implementation not in ("eager", "sdpa"):
+            raise UserError(
+                f"position='alibi' with attn_implementation={implementation!r} is not supported; "
+                "use 'sdpa' or 'eager'"
+            )
+        return _alibi_mask(x_BTE, starts_BT, slopes_H)
+    if starts_BT is None:
+        return create_causal_mask(config, x_BTE, None, None)
+    if implementation not in ("eager", "sdpa", "flex_attention"):
+        raise UserError(
+            f"padding or packed documents with attn_implementation={implementation!r} are not supported; "
+            "use 'sdpa', 'eager' or 'flex_attention'"
+        )
+    return create_causal_mask(
+        config, x_BTE, None, None, and_mask_function=lambda b, h, q, k: k >= starts_BT[b, q]
+    )
+
+
+def _alibi_mask(x_BTE: Tensor, starts_BT: Tensor | None, slopes_H: Tensor) -> Tensor:
+    """ALiBi's bias where a token may look, the lowest number elsewhere: [B or 1, H, T, T]."""
+    slots = torch.arange(x_BTE.shape[1], device=x_BTE.device)
+    distance = slots[:, None] - slots
+    hidden = distance[None] < 0
+    if starts_BT is not None:
+        hidden = hidden | (slots < starts_BT[:, :, None])
+    bias = (-slopes_H[:, None, None] * distance).to(x_BTE.dtype)
+    return bias.masked_fill(hidden[:, None], torch.finfo(x_BTE.dtype).min)
 
 
 def locate(
@@ -52,14 +118,16 @@ def locate(
 
     Args:
         attention_mask: [B, first_slot + T], 0 for padding on either side, 1 elsewhere.
-        position_ids: [B or 1, T]; a step other than +1 starts a document, and the first token's position tells
-            how far back its document began.
+        position_ids: [B or 1, T]; a step other than +1 starts a document, and the first token's position
+            tells how far back its document began.
         document_ids: [B, first_slot + T] (the cached tokens' too); a change starts a document.
 
     Raises:
         UserError: a shape that does not fit, or an attention mask with padding between real tokens.
     """
     slots = torch.arange(first_slot, first_slot + tokens, device=device)
+    if attention_mask is None and position_ids is None and document_ids is None:
+        return slots.expand(batch, -1), None
     starts = torch.zeros(batch, tokens, dtype=torch.long, device=device)
     if attention_mask is not None:
         starts = torch.maximum(starts, _first_real_slot(attention_mask, batch, first_slot + tokens)[:, None])
@@ -87,8 +155,8 @@ def _first_real_slot(attention_mask: Tensor, batch: int, total: int) -> Tensor:
     # A row's mask may rise from 0 to 1 once: padding, tokens, padding.
     if bool(((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).any()):
         raise UserError(
-            "attention_mask has zeros between ones; pad on the left or on the right only (for packed documents "
-            "pass document_ids or position_ids that restart)"
+            "attention_mask has zeros between ones; pad on the left or on the right only (for packed "
+            "documents pass document_ids or position_ids that restart)"
         )
     return real.long().argmax(-1)
 
@@ -108,7 +176,8 @@ def _starts_of_positions(position_ids: Tensor, batch: int, slots: Tensor) -> Ten
         or position_ids.shape[0] not in (1, batch)
     ):
         raise UserError(
-            f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, len(slots))}: the new tokens"
+            f"position_ids has shape {tuple(position_ids.shape)}, expected {(batch, len(slots))}: "
+            "the new tokens"
         )
     begins = torch.where(position_ids[:, 1:] != position_ids[:, :-1] + 1, slots[1:], 0)
     first = (slots[0] - position_ids[:, :1]).clamp(min=0)

@@ -24,6 +24,10 @@ class LatentKeys(KeySource):
         self.key_up = nn.Linear(rank, self.heads * config.qk_nope_head_dim, bias=False)
         self.value_up = nn.Linear(rank, self.heads * config.head_dim, bias=False)
 
+    @staticmethod
+    def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
+        return 0, config.kv_lora_rank
+
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, self.norm(self.down_proj(x_BTE))
 

@@ -1,6 +1,7 @@
 """Attention, written once for every mechanism, position and shift.
 
-Shapes: B batch, T new tokens, L cached tokens in all, E hidden size, H query heads, G stream heads, D width of a
+Shapes: B batch, T new tokens, L cached tokens in all, E hidden size, H query heads, G stream heads, D width
+    of a
 head, S width of a stream, W shift window.
 """
 
@@ -16,26 +17,14 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from keyshift.attention import SOURCES
 from keyshift.attention.frame import Frame
-from keyshift.attention.latent import LatentKeys
-from keyshift.attention.projected import ProjectedKeys
 from keyshift.attention.rotary import rotate, rotation
 from keyshift.attention.shift import Shift
-from keyshift.attention.source import KeySource
-from keyshift.attention.value import MappedKeys, SharedKeys
 from keyshift.cache import KeyshiftCache
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 from keyshift.ops.stream_attention import stream_attention
-
-SOURCES: dict[str, type[KeySource]] = {
-    "mha": ProjectedKeys,
-    "mqa": ProjectedKeys,
-    "gqa": ProjectedKeys,
-    "mla": LatentKeys,
-    "shared_kv": SharedKeys,
-    "gva": MappedKeys,
-}
 
 
 class Attention(nn.Module):
@@ -43,8 +32,9 @@ class Attention(nn.Module):
 
     Without cached tokens the keys and values are shifted as sequences and go through transformers' attention
     interface (SDPA by default). With cached tokens the raw streams are read by `stream_attention`: the map to
-    keys is absorbed into the query and the shift acts on scores and weights. One case cannot absorb: whole-head
-    RoPE on reconstructed keys, whose rotation sits between the query and the map; it rebuilds them at every step.
+    keys is absorbed into the query and the shift acts on scores and weights. One case cannot absorb:
+    whole-head RoPE on reconstructed keys, whose rotation sits between the query and the map; it rebuilds
+    them at every step.
     """
 
     is_causal = True
@@ -59,7 +49,7 @@ class Attention(nn.Module):
         self.rotates_heads = config.position == "rope"
         self.scaling = config.qk_head_dim**-0.5
         self.source = SOURCES[config.attention](config)
-        self.rebuilds = self.rotates_heads and not isinstance(self.source, ProjectedKeys)
+        self.rebuilds = self.rotates_heads and not self.source.projects_keys
         self.q_proj = nn.Linear(config.hidden_size, self.heads * config.qk_head_dim, bias=False)
         self.q_norm = nn.RMSNorm(config.qk_head_dim, eps=config.rms_norm_eps) if config.query_norm else None
         self.rope_key = (
@@ -107,7 +97,8 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def match_keys_(self, x_BTE: Tensor) -> None:
-        """Rescale the maps to keys so that on this input keys have the queries' RMS, content and rotary each."""
+        """Rescale the maps to keys so that on this input keys have the queries' RMS, content and rotary
+        each."""
         content, rotary = self._raw_queries(x_BTE).split((self.content_width, self.rope_width), dim=-1)
         keys, _ = self.source.expand(*self.source.project(x_BTE))
         self.source.scale_keys_(rms(content) / rms(keys))
@@ -129,7 +120,8 @@ class Attention(nn.Module):
         return self._shift_with_state(queries, self.query_shift, frame, cache)
 
     def _shift_with_state(self, queries: Tensor, shift: Shift, frame: Frame, cache: Cache) -> Tensor:
-        """Shift queries with the raw ones that the cache kept from the last call, and keep the newest there."""
+        """Shift queries with the raw ones that the cache kept from the last call, and keep the newest
+        there."""
         if not isinstance(cache, KeyshiftCache):
             raise UserError(
                 f"shift='qkv' keeps raw queries, for which {type(cache).__name__} has no place; "
@@ -173,9 +165,10 @@ class Attention(nn.Module):
         return first[:, 0, :total], second[:, 0, :total]
 
     def _split(self, first_BLS: Tensor, second_BLS: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Cached keys [B, L, G, D] where they are projected, values [B, L, G, S], rotary keys [B, L, d_r], as views."""
+        """Cached keys [B, L, G, D] where they are projected, values [B, L, G, S], rotary keys [B, L, d_r],
+        as views."""
         groups = (self.source.stream_heads, -1)
-        if not isinstance(self.source, ProjectedKeys):
+        if not self.source.projects_keys:
             return None, first_BLS.unflatten(-1, groups), second_BLS if self.rope_width else None
         keys, rope_keys = first_BLS.split((first_BLS.shape[-1] - self.rope_width, self.rope_width), dim=-1)
         keys, values = keys.unflatten(-1, groups), second_BLS.unflatten(-1, groups)
@@ -190,7 +183,8 @@ class Attention(nn.Module):
         frame: Frame,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention among the new tokens, [B, T, H, d_h]: shift, then rotate, then transformers' interface."""
+        """Attention among the new tokens, [B, T, H, d_h]: shift, then rotate, then transformers'
+        interface."""
         keys, values = self.source.expand(key_stream, value_stream)
         if self.key_shift is not None:
             keys = self.key_shift(keys, frame.starts_BT)
@@ -203,7 +197,8 @@ class Attention(nn.Module):
             queries = torch.cat((content, rotate(rotary, frame.rotations[0])), dim=-1)
             keys = torch.cat((keys, rope_key[:, :, None].expand(*keys.shape[:3], -1)), dim=-1)
         width = values.shape[-1]
-        # PyTorch's fused kernels want one width for keys and values; zeros cost less than the unfused fallback.
+        # PyTorch's fused kernels want one width for keys and values; zeros cost less than the unfused
+        # fallback.
         values = pad(values, (0, keys.shape[-1] - width))
         attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
@@ -253,8 +248,9 @@ class Attention(nn.Module):
         return weights.repeat_interleave(self.heads // weights.shape[0], dim=0)
 
     def _turned(self, queries: Tensor, frame: Frame) -> Tensor:
-        """Rotated queries [B, H, T, D]; with a key shift one per window step m, turned m places back and weighted
-        with α_m, [B, H, W, T, D]: R_j k_{j-m} meets R_i q as R_{j-m} k_{j-m}, which is cached, meets R_{i-m} q."""
+        """Rotated queries [B, H, T, D]; with a key shift one per window step m, turned m places back and
+        weighted with α_m, [B, H, W, T, D]: R_j k_{j-m} meets R_i q as R_{j-m} k_{j-m}, which is cached,
+        meets R_{i-m} q."""
         weights = self._per_query_head(self.key_shift)
         if weights is None:
             return rotate(queries, frame.rotations[0]).transpose(1, 2)
@@ -287,7 +283,7 @@ def eager_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention that also returns its weights (``attn_implementation="eager"``), as transformers' own models do.
+    """Attention that also returns its weights (``attn_implementation="eager"``), like that of transformers.
 
     Args:
         query: [B, H, T, D]; key, value: [B, H / groups, T, D].

@@ -12,12 +12,19 @@ from keyshift.configuration import KeyshiftConfig
 class ProjectedKeys(KeySource):
     """K = X W_K, V = X W_V; both are cached."""
 
+    projects_keys = True
+
     def __init__(self, config: KeyshiftConfig):
         super().__init__()
         self.groups = config.num_key_value_heads
         self.key_heads = self.value_heads = self.stream_heads = self.groups
         self.k_proj = nn.Linear(config.hidden_size, self.groups * config.qk_nope_head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=False)
+
+    @staticmethod
+    def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
+        groups = config.num_key_value_heads
+        return groups * config.qk_nope_head_dim, groups * config.head_dim
 
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.k_proj(x_BTE), self.v_proj(x_BTE)

@@ -39,10 +39,11 @@ def rotation(positions_BT: Tensor, width: int, theta: float, dtype: torch.dtype 
 
 
 def rotate(x_BTHD: Tensor, by: Rotation) -> Tensor:
-    """Rotate every head: channel i pairs with channel i + D/2, as in Llama. Same shape and dtype as the input.
+    """Rotate every head: channel i pairs with channel i + D/2, as in Llama. Same shape and dtype as the
+    input.
 
-    The products are taken in float32 at least, so that a query turned m places back and a key turned m places forward
-    agree to rounding in lower precision too.
+    The products are taken in float32 at least, so that a query turned m places back and a key turned m
+    places forward agree to rounding in lower precision too.
     """
     half = x_BTHD.shape[-1] // 2
     cos, sin = by.cos[:, :, None], by.sin[:, :, None]

@@ -19,8 +19,8 @@ class Shift(nn.Module):
     Args:
         heads: how many heads have weights of their own.
         window: W, how many tokens are mixed (2 in the paper).
-        kind: ``free``; ``gate`` (softmax with the last logit fixed at 0: a sigmoid for W = 2); ``clip`` (as free,
-            and `constrain_` clamps to [0, 1]).
+        kind: ``free``; ``gate`` (softmax with the last logit fixed at 0: a sigmoid for W = 2); ``clip`` (as
+            free, and `constrain_` clamps to [0, 1]).
     """
 
     def __init__(self, heads: int, window: int, kind: str):
@@ -30,7 +30,8 @@ class Shift(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, window - 1 if kind == "gate" else window))
 
     def initial_weight(self) -> Tensor:
-        """A fresh draw: the first W - 1 weights from U(0, 1), the last 1 minus their sum (for a gate: its logits)."""
+        """A fresh draw: the first W - 1 weights from U(0, 1), the last 1 minus their sum (for a gate: its
+        logits)."""
         heads, window = self.weight.shape[0], self.window
         drawn = torch.rand(heads, window - 1, dtype=torch.float32, device=self.weight.device)
         if self.kind == "gate":
@@ -46,12 +47,14 @@ class Shift(nn.Module):
 
     @torch.no_grad()
     def constrain_(self) -> None:
-        """For ``clip``: clamp the weights to [0, 1]. Call after each optimiser step; does nothing otherwise."""
+        """For ``clip``: clamp the weights to [0, 1]. Call after each optimiser step; does nothing
+        otherwise."""
         if self.kind == "clip":
             self.weight.clamp_(0, 1)
 
     def forward(self, x_BTGD: Tensor, starts_BT: Tensor | None, first_slot: int = 0) -> Tensor:
-        """`shift_sequence` with this module's weights; fewer weights than heads serve equal groups of heads."""
+        """`shift_sequence` with this module's weights; fewer weights than heads serve equal groups of
+        heads."""
         weights = self.weights()
         if weights.shape[0] < x_BTGD.shape[2]:
             weights = weights.repeat_interleave(x_BTGD.shape[2] // weights.shape[0], dim=0)
@@ -63,7 +66,8 @@ def shift_sequence(
 ) -> Tensor:
     """Mix every token with those before it in its document.
 
-    One multiply and, for each further token of the window, one fused multiply-add over views; the same backward.
+    One multiply and, for each further token of the window, one fused multiply-add over views; the same
+    backward.
 
     Args:
         x_BTGD: queries, keys or values.
@@ -86,7 +90,8 @@ def shift_sequence(
 
 
 class _Mix(torch.autograd.Function):
-    """x̂_t = Σ_m w_m x_{t-m} over [B, T, G, R, D], weights [G, R, 1, W], with a backward of the same few passes.
+    """x̂_t = Σ_m w_m x_{t-m} over [B, T, G, R, D], weights [G, R, 1, W], with a backward of the same few
+    passes.
 
     ``inside`` [W, B, T] is 0 where the token m places back is in another document; None where it never is.
     """
@@ -114,5 +119,6 @@ class _Mix(torch.autograd.Function):
 
 
 def _kept(x: Tensor, inside: Tensor | None, back: int) -> Tensor:
-    """``x`` of the tokens from ``back`` on, or of those ``back`` before them, 0 where the two do not share a document."""
+    """``x`` of the tokens from ``back`` on, or of those ``back`` before them, 0 where the two do not share a
+    document."""
     return x if inside is None else x * inside[back, :, back:, None, None, None]

@@ -1,6 +1,7 @@
 """The first axis: where keys come from. One subclass per answer, in ``projected``, ``latent`` and ``value``.
 
-Shapes: B batch, T tokens, E hidden size, S width of what is cached per token, H query heads, D width of a head.
+Shapes: B batch, T tokens, E hidden size, S width of what is cached per token, H query heads, D width of a
+    head.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from keyshift.configuration import KeyshiftConfig
 
 
 def query_rms(config: KeyshiftConfig) -> float:
-    """The RMS of queries at init: 1 after a query norm, else that of a normalised input through ``q_proj``."""
+    """The RMS of queries at init: 1 after a query norm, else that of a normalised input through
+    ``q_proj``."""
     return 1.0 if config.query_norm else config.initializer_range * config.hidden_size**0.5
 
 
@@ -19,17 +21,29 @@ class KeySource(nn.Module):
     """What a token leaves behind (its streams) and how keys and values are had from it.
 
     Attributes:
+        projects_keys: whether keys have a projection, and a cached stream, of their own.
         key_heads, value_heads: heads of the keys and values that `expand` returns.
         stream_heads: heads of the cached value stream (G; 1 for a latent).
     """
 
+    projects_keys = False
     key_heads: int
     value_heads: int
     stream_heads: int
 
-    def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The cached streams of new tokens: keys [B, T, S_k] where they are projected (else None), values [B, T, S_v]."""
+    @staticmethod
+    def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
+        """Scalars cached per token and layer for content: of keys (0 where they have no stream) and of
+        values."""
         raise NotImplementedError
+
+    def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The cached streams of new tokens: keys [B, T, S_k] where they are projected (else None), values
+        [B, T, S_v]."""
+        raise NotImplementedError
+
+    def draw_maps(self, config: KeyshiftConfig) -> None:
+        """Draw parameters that are not layers of torch's, which are drawn already."""
 
     def match_keys(self, config: KeyshiftConfig) -> None:
         """Draw the map to keys, where there is one, so that they start at the queries' RMS."""
@@ -38,7 +52,8 @@ class KeySource(nn.Module):
         """Multiply the map to content keys, where there is one, by this number."""
 
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
-        """Content keys [B, T, key_heads, d_n] and values [B, T, heads, d_h] from the streams, neither rotated nor shifted."""
+        """Content keys [B, T, key_heads, d_n] and values [B, T, heads, d_h] from the streams, neither
+        rotated nor shifted."""
         raise NotImplementedError
 
     def absorb(self, q_BTHD: Tensor) -> Tensor:

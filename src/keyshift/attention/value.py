@@ -23,6 +23,10 @@ class SharedKeys(KeySource):
         self.key_heads = self.value_heads = self.stream_heads = self.groups
         self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=False)
 
+    @staticmethod
+    def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
+        return 0, config.num_key_value_heads * config.head_dim
+
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, self.v_proj(x_BTE)
 
@@ -38,7 +42,8 @@ class SharedKeys(KeySource):
 
 
 class MappedKeys(SharedKeys):
-    """K_h = V_g(h) M_h, one map per query head (GVA paper, eq. 6); M_h moves into the query at decode (eq. 7)."""
+    """K_h = V_g(h) M_h, one map per query head (GVA paper, eq. 6); M_h moves into the query at decode (eq.
+    7)."""
 
     def __init__(self, config: KeyshiftConfig):
         super().__init__(config)
@@ -46,6 +51,9 @@ class MappedKeys(SharedKeys):
         self.key_map = nn.Parameter(
             torch.empty(config.num_attention_heads, config.head_dim, config.qk_nope_head_dim)
         )
+
+    def draw_maps(self, config: KeyshiftConfig) -> None:
+        init.normal_(self.key_map, std=config.initializer_range)
 
     def match_keys(self, config: KeyshiftConfig) -> None:
         value_rms = config.initializer_range * config.hidden_size**0.5

@@ -1,1 +1,2 @@
-"""Operations: their meaning and checks in ``api``, their definition in ``reference``, fast backends beside them."""
+"""Operations: their meaning and checks in ``api``, their definition in ``reference``, fast backends beside
+them."""

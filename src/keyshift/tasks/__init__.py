@@ -1,7 +1,38 @@
-"""Synthetic tasks: each a dataclass of sizes with ``batch(seed, step, batch_size)``, a pure function."""
+"""Synthetic tasks: dataclasses of sizes whose batches are pure functions of (seed, step)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
 
 from keyshift.tasks.induction import Induction
 
-TASKS = {"induction": Induction}
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["TASKS", "Induction"]
+
+class Task(Protocol):
+    """What training and comparing need of a task."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are 0 … vocab_size - 1."""
+        ...
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+        ...
+
+    def batch(self, seed: int, step: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` [batch_size, sequence_length], int64; ``split`` is train or
+        validation."""
+        ...
+
+    def chance_level(self) -> float:
+        """The accuracy of a stated way of guessing."""
+        ...
+
+
+TASKS: dict[str, type[Task]] = {"induction": Induction}
+
+__all__ = ["TASKS", "Induction", "Task"]

@@ -21,8 +21,8 @@ SPLITS = {"train": 0, "validation": 1}
 class Induction:
     """Uniformly random tokens, except that when token j repeats token i, token j+1 repeats token i+1.
 
-    So a sequence runs until chance repeats a token and loops from there on. The answer is *determined* where the
-    present token has been seen before; only there is it a label, elsewhere the label is -100.
+    So a sequence runs until chance repeats a token and loops from there on. The answer is *determined* where
+    the present token has been seen before; only there is it a label, elsewhere the label is -100.
 
     Args:
         vocab_size: tokens to draw from (8,000 in the paper).
@@ -31,7 +31,8 @@ class Induction:
     Raises:
         UserError: sizes with which hardly any sequence would repeat a token.
 
-    Example: tokens ``7 3 9 3`` were drawn, 3 repeats, so 9 3 9 3 … follows; with 1-based positions the answers at
+    Example: tokens ``7 3 9 3`` were drawn, 3 repeats, so 9 3 9 3 … follows; with 1-based positions the
+        answers at
     4, 5, 6, … are determined::
 
         input_ids  7  3  9  3  9  3
@@ -44,12 +45,13 @@ class Induction:
     def __post_init__(self) -> None:
         if self.vocab_size < 2 or self.sequence_length < 3:
             raise UserError(
-                f"task vocab_size={self.vocab_size}, sequence_length={self.sequence_length}: needs at least 2 and 3"
+                f"task vocab_size={self.vocab_size}, sequence_length={self.sequence_length}: needs at least "
+                "2 and 3"
             )
         if self.repeat_probability < 0.05:
             raise UserError(
-                f"task vocab_size={self.vocab_size} is too large for sequence_length={self.sequence_length}: only "
-                f"{self.repeat_probability:.1%} of the sequences would repeat a token; use longer sequences"
+                f"task vocab_size={self.vocab_size} is too large for sequence_length={self.sequence_length}: "
+                f"only {self.repeat_probability:.1%} of the sequences would repeat a token; use longer ones"
             )
 
     @property
@@ -61,7 +63,8 @@ class Induction:
         return 1 - math.exp(sum(math.log1p(-k / self.vocab_size) for k in range(drawn)))
 
     def batch(self, seed: int, step: int, batch_size: int, split: str = "train") -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` [batch_size, sequence_length], int64; a pure function of the arguments."""
+        """``input_ids`` and ``labels`` [batch_size, sequence_length], int64; a pure function of the
+        arguments."""
         import torch
 
         rng = np.random.default_rng([seed, SPLITS[split], step])
@@ -75,7 +78,8 @@ class Induction:
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
     def chance_level(self) -> float:
-        """Accuracy of guessing among the tokens of the loop, on average over determined answers (estimated)."""
+        """Accuracy of guessing among the tokens of the loop, on average over determined answers
+        (estimated)."""
         drawn = np.random.default_rng(0).integers(self.vocab_size, size=(4096, self.sequence_length))
         first, repeat = _first_repeat(drawn)
         answers = np.maximum(self.sequence_length - 1 - repeat, 0)
@@ -83,7 +87,8 @@ class Induction:
 
 
 def _first_repeat(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row, the positions i < j of its earliest repeat: the smallest j, and where that token stood before.
+    """For each row, the positions i < j of its earliest repeat: the smallest j, and where that token stood
+    before.
 
     A row without a repeat gets j = its length (and some i).
     """

@@ -69,8 +69,8 @@ def train(
     Args:
         source: the data; batch ``step`` of ``seed`` is the same whatever happened before.
         directory: holds ``checkpoint-N`` folders in transformers' layout, each a loadable model.
-        resume: go on from the newest checkpoint, if there is one. On one CPU process the result is bit-equal to
-            an uninterrupted run.
+        resume: go on from the newest checkpoint, if there is one. On one CPU process the result is bit-equal
+            to an uninterrupted run.
         stop: asked after every step; True saves a checkpoint and ends the run.
 
     Raises:
@@ -83,13 +83,19 @@ def train(
     trainer.add_callback(watch)
     trainer.remove_callback(PrinterCallback)
     checkpoint = newest_checkpoint(directory) if resume else None
+    if checkpoint is None and model.config.key_map_init == "matched":
+        first = source.train_batch(seed, 0, settings.batch_size)
+        model.match_keys_(
+            **{name: tensor.to(model.device) for name, tensor in first.items() if name != "labels"}
+        )
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except (SafetensorError, EOFError, KeyError, ValueError) as error:
         if checkpoint is None or isinstance(error, UserError):
             raise
         raise UserError(
-            f"checkpoint {checkpoint} cannot be read ({_first_line(error)}); delete it to resume from the start"
+            f"checkpoint {checkpoint} cannot be read ({_first_line(error)}); delete it to resume from the "
+            "start"
         ) from error
     state = trainer.state
     return Outcome(state.global_step, watch.stopped, list(state.log_history), watch.step_seconds())
@@ -162,7 +168,8 @@ class _KeyshiftTrainer(Trainer):
         return str(self.staging)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write beside, then rename: a checkpoint is there whole or not at all, and the last one stays till then."""
+        """Write beside, then rename: a checkpoint is there whole or not at all, and the last one stays till
+        then."""
         step = self.state.global_step
         for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
@@ -173,8 +180,8 @@ class _KeyshiftTrainer(Trainer):
             self._publish(step)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise RunError(
-                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({_first_line(error)}); the "
-                "previous checkpoint is intact: free some space and pass --resume"
+                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({_first_line(error)}); "
+                "the previous checkpoint is intact: free some space and pass --resume"
             ) from error
         finally:
             shutil.rmtree(self.staging, ignore_errors=True)

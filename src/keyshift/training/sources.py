@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keyshift.data import TextData
-from keyshift.tasks import Induction
+from keyshift.tasks import Task
 
 Batch = dict[str, Tensor]
 
@@ -21,7 +21,8 @@ class BatchSource(Protocol):
     sequence_length: int
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """``input_ids``, ``labels`` and whatever else the model takes, [batch_size, sequence_length], int64."""
+        """``input_ids``, ``labels`` and whatever else the model takes, [batch_size, sequence_length],
+        int64."""
         ...
 
     def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
@@ -33,7 +34,7 @@ class BatchSource(Protocol):
 class TaskSource:
     """A synthetic task. Validation adds ``accuracy`` where the answer is determined."""
 
-    task: Induction
+    task: Task
     vocab_size: int = field(init=False)
     sequence_length: int = field(init=False)
 

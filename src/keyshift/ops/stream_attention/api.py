@@ -34,12 +34,13 @@ def stream_attention(
         p       = softmax(score)
         out     = Σ_j (Σ_m b_m p_{j+m}) v_j           p is 0 beyond i, nothing lands before s
 
-    which equals attention over keys and values that were shifted before (spec: "Cached decoding: keep the cache
-    raw"). Slots after a query's own are never read into its result, so the cache may be longer than what is used.
+    which equals attention over keys and values that were shifted before (spec: "Cached decoding: keep the
+    cache raw"). Slots after a query's own are never read into its result, so the cache may be longer than
+    what is used.
 
     Args:
-        queries: [B, H, Q, S]; or [B, H, W, Q, S], one query per window step with a_m already in it, for keys that
-            carry a rotation (the query is rotated m places back instead of the key).
+        queries: [B, H, Q, S]; or [B, H, W, Q, S], one query per window step with a_m already in it, for keys
+            that carry a rotation (the query is rotated m places back instead of the key).
         keys_BGTS: the cached stream, any strides.
         values_BGTV: the value stream; None reads ``keys_BGTS`` as the values too.
         first_slot: the slot of the first query, in tokens from the cache's beginning; first_slot + Q <= T.

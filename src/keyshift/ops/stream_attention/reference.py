@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MAX_SCORES = 1 << 24
-"""How many scores are held at once; more queries than that are taken in blocks, so that memory stays bounded."""
+"""How many scores are held at once; more queries than that are taken in blocks, so that memory stays
+bounded."""
 
 
 def stream_attention_reference(

@@ -1,0 +1,68 @@
+"""Checkpoints in: whole, ours, and fitting their configuration, or an error in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from keyshift.configuration import KeyshiftConfig
+from keyshift.errors import UserError
+
+
+def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call transformers' ``from_pretrained`` and refuse what it only warns of.
+
+    Args:
+        load: the ``from_pretrained`` to call.
+        name: folder or hub name; None builds from ``state_dict`` and ``config``, as there.
+        args, kwargs: passed on; ``ignore_mismatched_sizes=True`` still lets misshapen weights through.
+
+    Raises:
+        UserError: a checkpoint of another model type, a damaged file, missing, unexpected or misshapen
+            weights.
+    """
+    wants_info = kwargs.pop("output_loading_info", False)
+    problems = ["missing_keys", "unexpected_keys", "mismatched_keys"]
+    if kwargs.pop("ignore_mismatched_sizes", False):
+        problems.remove("mismatched_keys")
+    if name is not None and kwargs.get("config") is None:
+        _check_model_type(name)
+    try:
+        with _errors_only():
+            model, info = load(name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    except (SafetensorError, RuntimeError) as error:
+        line = str(error).strip().split("\n", 1)[0]
+        raise UserError(f"checkpoint {name} cannot be read: {line}") from error
+    for problem in problems:
+        if info[problem]:
+            raise UserError(
+                f"checkpoint {name} does not fit its configuration: {problem.replace('_', ' ')} "
+                f"{sorted(map(str, info[problem]))[:3]}"
+            )
+    return (model, info) if wants_info else model
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Silence transformers' warnings: what it warns of here is an error of ours, in one line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_model_type(name: Any) -> None:
+    """Refuse another library's checkpoint, which would load as random weights."""
+    content, _ = PreTrainedConfig.get_config_dict(name)
+    if content.get("model_type") != KeyshiftConfig.model_type:
+        raise UserError(
+            f"checkpoint {name} has model_type={content.get('model_type')!r}, not "
+            f"{KeyshiftConfig.model_type!r}; load it with transformers.AutoModelForCausalLM"
+        )
