@@ -16,6 +16,8 @@ from typing import Any, Literal
 import matplotlib
 import pytest
 from browser import chromium_fixture, console_errors, prefer, requested_urls, resize  # noqa: F401
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -195,6 +197,22 @@ PARTIAL = {
 
 
 # --- numbers
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(0.9999, [0, 0, 0])
+@example(0.1, [0, 0, 0])
+@given(st.floats(0, 1), st.lists(st.sampled_from([0, 1e-16, 1e-12, 0.1]), min_size=1, max_size=5))
+def test_equal_and_nearly_equal_seeds_can_be_drawn(
+    tmp_path: Path, accuracy: float, offsets: list[float]
+) -> None:
+    """The mean of equal floats may round to just outside them, which an error bar does not take."""
+    ends = [min(1.0, accuracy + offset) for offset in offsets]
+    runs = [run(i, [Point(step=1, tokens=1, loss=1, accuracy=end)]) for i, end in enumerate(ends)]
+    made = report("task", [variant("a", runs, cache_bytes_per_token_measured=512)])
+    (row,) = summary_rows(made)
+    assert row["final_accuracy"]["min"] <= row["final_accuracy"]["mean"] <= row["final_accuracy"]["max"]
+    write_report(made, tmp_path)
 
 
 def test_summary_rows_match_numbers_computed_by_hand() -> None:

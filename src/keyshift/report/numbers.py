@@ -98,11 +98,12 @@ def _spread(values: Iterable[float | None]) -> Row | None:
     finite = _finite(values)
     if not finite:
         return None
+    low, high = min(finite), max(finite)
     return {
-        "mean": fmean(finite),
+        "mean": min(max(fmean(finite), low), high),  # rounding can put the mean of equal numbers outside them
         "std": stdev(finite) if len(finite) > 1 else None,
-        "min": min(finite),
-        "max": max(finite),
+        "min": low,
+        "max": high,
         "seeds": len(finite),
     }
 
