@@ -51,7 +51,7 @@ def test_generation_memory() -> None:
 def test_shift() -> None:
     assert names(quickly("shift.py")) == [
         "shift cost of a training step",
-        "our shift's cost over the unfold convolution's cost",
+        "shift over unfold convolution",
     ]
 
 

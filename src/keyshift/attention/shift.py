@@ -78,47 +78,56 @@ def shift_sequence(
     Returns:
         [B, T, H, D], the dtype of ``x_BTGD``.
     """
-    tokens, groups = x_BTGD.shape[1:3]
-    heads, window = weights_HW.shape
-    weights = weights_HW.to(x_BTGD.dtype).view(groups, heads // groups, 1, window)
-    x_BTGRD = x_BTGD[:, :, :, None].expand(-1, -1, -1, heads // groups, -1)
     inside = None
     if starts_BT is not None:
-        slots = torch.arange(first_slot, first_slot + tokens, device=x_BTGD.device)
-        inside = torch.stack([slots - back >= starts_BT for back in range(window)]).to(x_BTGD.dtype)
-    return _Mix.apply(x_BTGRD, weights, inside).flatten(2, 3)
+        slots = torch.arange(first_slot, first_slot + x_BTGD.shape[1], device=x_BTGD.device)
+        inside = torch.stack([slots - back >= starts_BT for back in range(weights_HW.shape[1])])
+    return _Mix.apply(x_BTGD, weights_HW, inside)
 
 
 class _Mix(torch.autograd.Function):
-    """x̂_t = Σ_m w_m x_{t-m} over [B, T, G, R, D], weights [G, R, 1, W], with a backward of the same few
-    passes.
+    """x̂_t = Σ_m w_m x_{t-m}, with a backward of the same few passes.
 
-    ``inside`` [W, B, T] is 0 where the token m places back is in another document; None where it never is.
+    ``inside`` [W, B, T] is False where the token m places back is in another document; None where none is.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, inside: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weights, inside)
-        mixed = x * weights[..., 0]
-        for back in range(1, min(weights.shape[-1], x.shape[1])):
-            mixed[:, back:].addcmul_(_kept(x[:, :-back], inside, back), weights[..., back])
-        return mixed
+        x_BTGRD, weights_WGRD = _by_group(x, weights)
+        mixed = x_BTGRD * weights_WGRD[0]
+        for back in range(1, min(len(weights_WGRD), x.shape[1])):
+            mixed[:, back:].addcmul_(_kept(x_BTGRD[:, :-back], inside, back), weights_WGRD[back])
+        return mixed.flatten(2, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights, inside = ctx.saved_tensors
-        grad_x = grad * weights[..., 0]
-        grad_weights = torch.zeros_like(weights)
-        grad_weights[..., 0] = (grad * x).sum((0, 1, 4))[..., None]
-        for back in range(1, min(weights.shape[-1], x.shape[1])):
+        x_BTGRD, weights_WGRD = _by_group(x, weights)
+        grad = grad.unflatten(2, weights_WGRD.shape[1:3])
+        grad_x = grad * weights_WGRD[0]
+        grad_weights = torch.zeros_like(weights_WGRD)
+        grad_weights[0] = (grad * x_BTGRD).flatten(0, 1).sum(0)
+        for back in range(1, min(len(weights_WGRD), x.shape[1])):
             reached = _kept(grad[:, back:], inside, back)
-            grad_x[:, :-back].addcmul_(reached, weights[..., back])
-            grad_weights[..., back] = (reached * x[:, :-back]).sum((0, 1, 4))[..., None]
-        return grad_x, grad_weights, None
+            grad_x[:, :-back].addcmul_(reached, weights_WGRD[back])
+            grad_weights[back] = (reached * x_BTGRD[:, :-back]).flatten(0, 1).sum(0)
+        grad_x = grad_x[:, :, :, 0] if grad_x.shape[3] == 1 else grad_x.sum(3)
+        return grad_x, grad_weights.sum(-1).flatten(1).T.to(weights.dtype), None
+
+
+def _by_group(x_BTGD: Tensor, weights_HW: Tensor) -> tuple[Tensor, Tensor]:
+    """The input [B, T, G, 1, D] and the weights [W, G, H/G, D] that multiply it.
+
+    The weights are written out over D: a factor that is constant along the last dimension keeps PyTorch's
+    kernels from vectorising, which costs more than all the rest.
+    """
+    groups, width = x_BTGD.shape[2:]
+    weights_WGR1 = weights_HW.to(x_BTGD.dtype).T.reshape(weights_HW.shape[1], groups, -1, 1)
+    return x_BTGD[:, :, :, None], weights_WGR1.expand(-1, -1, -1, width).contiguous()
 
 
 def _kept(x: Tensor, inside: Tensor | None, back: int) -> Tensor:
-    """``x`` of the tokens from ``back`` on, or of those ``back`` before them, 0 where the two do not share a
-    document."""
+    """``x`` [B, T - back, …] of the later or earlier of two tokens, 0 where they share no document."""
     return x if inside is None else x * inside[back, :, back:, None, None, None]
