@@ -2,7 +2,7 @@
 
     python benchmarks/generation_memory.py [--rounds 1] [--tokens 4096] [--threads 2]
 
-Four mechanisms of one decoder (8 layers, 384 wide, 8 heads of 128, float32, random weights; G d_h = 512 and
+Four mechanisms of one decoder (4 layers, 384 wide, 8 heads of 128, float32, random weights; G d_h = 512 and
 MLA's latent 512, so that GVA and MLA keep equally many bytes) generate greedily from a 16-token prompt, with
 the `KeyshiftCache` that `generate()` picks and with a `DynamicCache`, which appends by concatenation.
 
@@ -51,7 +51,7 @@ APPEND_ROUNDS = 15
 SIZES = {
     "vocab_size": 4096,
     "hidden_size": 384,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "head_dim": 128,
 }

@@ -16,7 +16,7 @@ What is fair and what is not:
   model's shapes. Nothing else fills the processor's caches there.
 - Inside a step the same question, (ours - none) / (unfold - none), divides two differences of about a percent
   of a step, and both contain what the two shifts share (the parameters, their gradients' bookkeeping, colder
-  caches). It is printed with a 95% bootstrap interval over rounds (`in_step_over_unfold*`); no bar is set on it.
+  caches). It is printed with a 95% bootstrap interval over rounds (`in_step_over_unfold*`), without a bar.
 """
 
 from __future__ import annotations
