@@ -203,9 +203,9 @@ def test_long_text_is_cut(tmp_path: Path, text: str, lengths: list[int]) -> None
 @example("aaaaaaaa" + "\n" + "b\n\n" + "é" * 8)
 def test_cuts_follow_the_rule_and_lose_nothing(text: str) -> None:
     limit = 8
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(data, "_DOCUMENT_BYTES", limit):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(data.documents, "_DOCUMENT_BYTES", limit):
         file = write(Path(folder, "a.txt"), text)
-        pieces = [piece.encode() for piece, _ in data._read_text(file)]
+        pieces = [piece.encode() for piece, _ in data.documents._read_text(file)]
     assert b"".join(pieces) == text.encode()
     rest = text.encode()
     for piece in pieces:
@@ -445,7 +445,7 @@ def test_batch_is_a_pure_function_of_its_arguments() -> None:
     lengths = [7] * 60
 
     def batches(order: list[tuple[int, int]]) -> dict[tuple[int, int], list[Any]]:
-        data._order.cache_clear()
+        data.stream._order.cache_clear()
         stream = stream_of(lengths)
         return {
             (step, seed): [tensor.tolist() for tensor in stream.batch(step, 4, 10, seed).values()]
@@ -459,7 +459,9 @@ def test_batch_is_a_pure_function_of_its_arguments() -> None:
     assert batches(order) == expected
     assert batches([(17, 2)])[17, 2] == expected[17, 2]
     windows = len(lengths) * 7 // 10
-    orders = {tuple(data._order(windows, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(data.stream._order(windows, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)
+    }
     assert len(orders) == 9  # each seed and epoch has its own
 
 
@@ -543,7 +545,7 @@ def test_prepare_every_format(tmp_path: Path) -> None:
     def recorded(stream: Iterator[str], vocab_size: int) -> Any:
         return train_tokenizer((seen.append(text) or text for text in stream), vocab_size)  # type: ignore[func-returns-value]
 
-    with mock.patch.object(data, "train_tokenizer", recorded):
+    with mock.patch.object(data.writing, "train_tokenizer", recorded):
         text = prepare([tmp_path / "in"], tmp_path / "store", None)
     check_store(text, documents)
     assert seen == [document for document in documents if not data.in_validation(document, 0.05)]
@@ -585,8 +587,8 @@ def test_tokenising_in_small_batches_changes_nothing(
     tmp_path: Path, corpus: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare([corpus], tmp_path / "whole", tokenizer_folder)
-    monkeypatch.setattr(data, "_BATCH_DOCUMENTS", 7)
-    monkeypatch.setattr(data, "_BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(data.writing, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(data.writing, "_BATCH_CHARACTERS", 200)
     parts = prepare([corpus], tmp_path / "parts", tokenizer_folder)
     assert np.array_equal(whole.train.tokens, parts.train.tokens)
     assert np.array_equal(whole.validation.document_starts, parts.validation.document_starts)
@@ -607,7 +609,7 @@ def test_ids_beyond_16_bits(tmp_path: Path, corpus: Path) -> None:
 def test_store_is_reused_and_reopened(tmp_path: Path, corpus: Path) -> None:
     store = tmp_path / "store"
     first = prepare([corpus], store, None)
-    with mock.patch.object(data, "_build", side_effect=AssertionError("worked again")):
+    with mock.patch.object(data.store, "write_store", side_effect=AssertionError("worked again")):
         again = prepare([corpus / "*.jsonl"], store, None, batch_size=3, sequence_length=5)
     for text in (again, data.TextData.open(str(store))):
         assert text.summary() == first.summary()
@@ -617,10 +619,10 @@ def test_store_is_reused_and_reopened(tmp_path: Path, corpus: Path) -> None:
 
 def test_store_is_rebuilt_when_anything_changes(tmp_path: Path, corpus: Path, tokenizer_folder: str) -> None:
     store = tmp_path / "store"
-    build = data._build
+    build = data.store.write_store
 
     def builds(**options: Any) -> bool:
-        with mock.patch.object(data, "_build", side_effect=build) as spy:
+        with mock.patch.object(data.store, "write_store", side_effect=build) as spy:
             prepare([corpus], store, options.pop("tokenizer", None), **options)
         return spy.called
 
@@ -649,7 +651,7 @@ def test_store_is_rebuilt_when_anything_changes(tmp_path: Path, corpus: Path, to
 def test_interruption_leaves_things_as_they_were(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, call: int, older: bool
 ) -> None:
-    monkeypatch.setattr(data, "_PROGRESS_BYTES", corpus.joinpath("a.jsonl").stat().st_size * 2 // 3)
+    monkeypatch.setattr(data.writing, "_PROGRESS_BYTES", corpus.joinpath("a.jsonl").stat().st_size * 2 // 3)
     store = tmp_path / "store"
     before = prepare([corpus], store, None).summary() if older else None
     calls = 0
@@ -664,7 +666,9 @@ def test_interruption_leaves_things_as_they_were(
         prepare([corpus], store, None, vocab_size=300, progress=interrupt)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", *["store"] * older]
     if older:
-        with mock.patch.object(data, "_build", side_effect=AssertionError("the older store was lost")):
+        with mock.patch.object(
+            data.store, "write_store", side_effect=AssertionError("the older store was lost")
+        ):
             assert prepare([corpus], store, None).summary() == before
 
 
@@ -679,7 +683,7 @@ def test_progress(tmp_path: Path, corpus: Path, tokenizer_folder: str) -> None:
     write_parquet(corpus / "b.parquet", {"text": sentences(300, seed=1)})
     write(corpus / "c.txt", "words\n" * 50_000)
     size = sum(file.stat().st_size for file in corpus.iterdir())
-    with mock.patch.object(data, "_PROGRESS_BYTES", 10_000):
+    with mock.patch.object(data.writing, "_PROGRESS_BYTES", 10_000):
         for tokenizer, passes in ((tokenizer_folder, 1), (None, 2)):
             calls: list[tuple[int, int]] = []
             prepare(
@@ -737,7 +741,7 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path, corpus: Pa
 def test_memory_of_prepare_is_bounded(
     tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_BATCH_CHARACTERS", 32 * KIB)
+    monkeypatch.setattr(data.writing, "_BATCH_CHARACTERS", 32 * KIB)
     document = " ".join(sentences(10))
     peaks = []
     for count in (400, 1600):

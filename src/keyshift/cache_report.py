@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from keyshift.cache import KeyshiftCache, cache_bytes, cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
-from keyshift.errors import UserError, nearest
+from keyshift.errors import UserError, first_line, nearest
 from keyshift.modeling import KeyshiftModel
 
 DTYPES = {
@@ -52,8 +52,7 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        line = str(error).strip().split("\n", 1)[0][:200]
-        raise UserError(f"no model configuration at {name_or_path!r}: {line}") from error
+        raise UserError(f"no model configuration at {name_or_path!r}: {first_line(error)}") from error
 
 
 def cache_rows(config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str) -> list[Row]:

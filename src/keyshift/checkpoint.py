@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from keyshift.configuration import KeyshiftConfig
-from keyshift.errors import UserError
+from keyshift.errors import UserError, first_line
 
 
 def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,8 +36,7 @@ def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any
         with _errors_only():
             model, info = load(name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     except (SafetensorError, RuntimeError) as error:
-        line = str(error).strip().split("\n", 1)[0]
-        raise UserError(f"checkpoint {name} cannot be read: {line}") from error
+        raise UserError(f"checkpoint {name} cannot be read: {first_line(error)}") from error
     for problem in problems:
         if info[problem]:
             raise UserError(

@@ -58,12 +58,14 @@ class Hooks:
     Attributes:
         stop: asked after every step; True ends the comparison with what there is.
         preparing: bytes of text read so far, and in all.
+        planned: how many runs are to be trained.
         progress: a run and where it stands.
         finished: a run and its result.
     """
 
     stop: Callable[[], bool] = lambda: False
     preparing: Callable[[int, int], None] = lambda done, total: None
+    planned: Callable[[int], None] = lambda runs: None
     progress: Callable[[Run, Progress], None] = lambda run, progress: None
     finished: Callable[[Run, RunResult], None] = lambda run, result: None
 
@@ -84,9 +86,11 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
         source, facts = _source(recipe, out, hooks)
         runs = _runs(recipe, source, out)
         _write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
-        results = {_key(run): _pending(run) for run in runs}
+        results = {_key(run): _known(run) for run in runs}
+        left = [run for run in runs if results[_key(run)].status != "finished"]
+        hooks.planned(len(left))
         try:
-            for run in runs:
+            for run in left:
                 if hooks.stop():
                     break
                 results[_key(run)] = _execute(run, source, recipe, resume, hooks)
@@ -192,7 +196,7 @@ def _key(run: Run) -> tuple[str, int]:
     return run.variant, run.seed
 
 
-def _pending(run: Run) -> RunResult:
+def _known(run: Run) -> RunResult:
     """What is known of a run before it starts: its result, if an earlier call finished it."""
     kept = run.directory / "result.json"
     if kept.exists():
@@ -201,9 +205,6 @@ def _pending(run: Run) -> RunResult:
 
 
 def _execute(run: Run, source: BatchSource, recipe: Recipe, resume: bool, hooks: Hooks) -> RunResult:
-    done = _pending(run)
-    if done.status == "finished":
-        return done
     transformers.set_seed(run.seed)
     model = KeyshiftForCausalLM(run.config)
     run.directory.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,11 @@ class NonFiniteLoss(RunError):
         self.step = step
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, short enough to be quoted in one of ours; its type where it says nothing."""
+    return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint to append to an error about an unknown ``name``: the closest valid one, or all of them."""
     choices = sorted(valid)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from keyshift.training import Progress as Standing
 
 
+SILENCE = 30.0
+"""Where there is no terminal to draw bars on, a line is printed after so many seconds without one."""
+
+
 @contextmanager
 def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterator[Hooks]:
     """Show progress on ``console`` for as long as the context lasts; the hooks feed it."""
@@ -37,7 +41,11 @@ def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterat
     with Progress(*columns, console=console, transient=True, expand=True) as bars:
         display = _Display(recipe, bars, console)
         yield Hooks(
-            stop=stop, preparing=display.preparing, progress=display.progress, finished=display.finished
+            stop=stop,
+            preparing=display.preparing,
+            planned=display.planned,
+            progress=display.progress,
+            finished=display.finished,
         )
 
 
@@ -46,41 +54,51 @@ class _Display:
     recipe: Recipe
     bars: Progress
     console: Console
-    tasks: dict[tuple[str, int], TaskID] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
+    spoke: float = field(default_factory=time.monotonic)
     reading: TaskID | None = None
     overall: TaskID | None = None
-    began: float = field(default_factory=time.monotonic)
-    mark: tuple[float, int] = (0.0, 0)
+    current: TaskID | None = None
+    runs: int = 0
+    runs_done: int = 0
+    first: tuple[float, int] = (0.0, 0)
 
     def preparing(self, done: int, total: int) -> None:
         if self.reading is None:
             self.reading = self.bars.add_task("reading text", total=total, rates="bytes")
         self.bars.update(self.reading, completed=done, total=total, visible=done < total)
 
+    def planned(self, runs: int) -> None:
+        self.runs = runs
+        self.started = time.monotonic()
+        self.overall = self.bars.add_task("all runs", total=runs * self.recipe.training.steps, rates="")
+
     def progress(self, run: Run, standing: Standing) -> None:
-        key = (run.variant, run.seed)
-        steps = self.recipe.training.steps
-        if self.overall is None:
-            runs = self.recipe.seeds * len(self.recipe.variants)
-            self.overall = self.bars.add_task("all runs", total=runs * steps, rates="")
-        if key not in self.tasks:
-            name = f"{run.variant}, seed {run.seed}"
-            self.tasks[key] = self.bars.add_task(name, total=steps, completed=standing.step - 1, rates="")
-            self.mark = (time.monotonic(), standing.step - 1)
-        self.bars.update(self.tasks[key], completed=standing.step, rates=self._rates(standing))
-        self.bars.advance(self.overall)
+        steps, name = self.recipe.training.steps, f"{run.variant}, seed {run.seed}"
+        if self.current is None:
+            self.current = self.bars.add_task(name, total=steps, completed=standing.step, rates="")
+            self.first = (time.monotonic(), standing.step)
+        rates = self._rates(standing)
+        self.bars.update(self.current, completed=standing.step, rates=rates)
+        if self.overall is not None:
+            self.bars.update(self.overall, completed=self.runs_done * steps + standing.step)
+        if not self.console.is_terminal and time.monotonic() - self.spoke > SILENCE:
+            done, total = self.runs_done * steps + standing.step, self.runs * steps
+            left = (time.monotonic() - self.started) * (total / done - 1) / 60
+            where = f"run {self.runs_done + 1}/{self.runs}, {name}, step {standing.step}/{steps}"
+            self._say(f"{where}: {rates}, {left:.0f} min left")
 
     def _rates(self, standing: Standing) -> str:
-        since, first = self.mark
-        per_second = (standing.step - first) / max(1e-9, time.monotonic() - since)
+        since, step = self.first
+        per_second = (standing.step - step) / max(1e-9, time.monotonic() - since)
         tokens = per_second * self.recipe.training.batch_size * self._sequence_length()
-        shown = {"eval_accuracy": "acc", "eval_loss": "val", "loss": "loss"}
-        names = [
-            f"{short} {standing.metrics[name]:.3f}"
-            for name, short in shown.items()
-            if name in standing.metrics
+        quality = "eval_accuracy" if "eval_accuracy" in standing.metrics else "eval_loss"
+        shown = {"acc" if quality == "eval_accuracy" else "val": quality, "loss": "loss"}
+        metrics = [
+            f"{short} {standing.metrics[key]:.3f}" for short, key in shown.items() if key in standing.metrics
         ]
-        return " ".join([f"{per_second:.1f}/s", f"{tokens / 1e3:.0f}k tok/s", *names[:1], *names[2:]])
+        return " ".join([f"{per_second:.1f}/s", f"{tokens / 1e3:.0f}k tok/s", *metrics])
 
     def _sequence_length(self) -> int:
         if self.recipe.data is not None:
@@ -90,9 +108,10 @@ class _Display:
         return build_task(self.recipe.task or {}).sequence_length
 
     def finished(self, run: Run, result: RunResult) -> None:
-        key = (run.variant, run.seed)
-        if key in self.tasks:
-            self.bars.remove_task(self.tasks.pop(key))
+        self.runs_done += 1
+        if self.current is not None:
+            self.bars.remove_task(self.current)
+            self.current = None
         last = result.curve[-1] if result.curve else None
         facts = [] if last is None else [f"loss {last.loss:.4f}"]
         if last is not None and last.accuracy is not None:
@@ -101,9 +120,9 @@ class _Display:
             facts.append(f"{last.bits_per_byte:.3f} bits/byte")
         if result.train_tokens_per_second:
             facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tokens/s")
-        minutes = (time.monotonic() - self.began) / 60
-        self.console.print(
-            f"[{minutes:5.1f} min] {run.variant}, seed {run.seed}: {result.status}; {', '.join(facts)}",
-            markup=False,
-            soft_wrap=True,
-        )
+        self._say(f"{run.variant}, seed {run.seed}: {result.status}; {', '.join(facts)}")
+
+    def _say(self, text: str) -> None:
+        self.spoke = time.monotonic()
+        minutes = (self.spoke - self.began) / 60
+        self.console.print(f"[{minutes:5.1f} min] {text}", markup=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from keyshift.errors import NonFiniteLoss, RunError, UserError
+from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Training
 from keyshift.training.sources import Batch, BatchSource
@@ -94,7 +94,7 @@ def train(
         if checkpoint is None or isinstance(error, UserError):
             raise
         raise UserError(
-            f"checkpoint {checkpoint} cannot be read ({_first_line(error)}); delete it to resume from the "
+            f"checkpoint {checkpoint} cannot be read ({first_line(error)}); delete it to resume from the "
             "start"
         ) from error
     state = trainer.state
@@ -105,10 +105,6 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """The ``checkpoint-N`` folder with the largest N, or None."""
     found = [path for path in directory.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
 class _Steps(Dataset[Batch]):
@@ -180,7 +176,7 @@ class _KeyshiftTrainer(Trainer):
             self._publish(step)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise RunError(
-                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({_first_line(error)}); "
+                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({first_line(error)}); "
                 "the previous checkpoint is intact: free some space and pass --resume"
             ) from error
         finally:
