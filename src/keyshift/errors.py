@@ -27,7 +27,7 @@ class NonFiniteLoss(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, short enough to be quoted in one of ours; its type where it says nothing."""
+    """What another library's error says, short enough to quote in one of ours; else its type."""
     return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
 
 
