@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import FEW, Case, build, full, step, tokens
 from torch import Tensor
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 
 from keyshift import KeyshiftCache, KeyshiftForCausalLM, UserError, cache_bytes
 from keyshift.cache import GRANULE, StreamLayer
@@ -195,3 +195,11 @@ def test_a_token_is_written_in_place() -> None:
         step(model, ids[:, i % 3 : i % 3 + 1], cache)
     assert cache.layers[0].keys.data_ptr() == address
     assert cache.capacity == cache.get_seq_length() == 10
+
+
+def test_continuous_batching_is_refused_with_a_way_out():
+    model = build(FEW[0])
+    with pytest.raises(UserError, match="use generate"):
+        model.generate_batch(
+            [[1, 2, 3]], generation_config=GenerationConfig(max_new_tokens=2, eos_token_id=30)
+        )

@@ -113,6 +113,30 @@ def test_clipped_shift_weights_stay_in_range(tmp_path):
     assert 0 <= all_weights(clipped).min() <= all_weights(clipped).max() <= 1
 
 
+def test_matched_keys_start_at_the_queries_rms_on_the_first_batch(tmp_path):
+    fields = {"attention": "gva", "position": "decoupled_rope", "qk_rope_head_dim": 4, "num_hidden_layers": 3}
+    settings = SETTINGS.model_copy(update={"steps": 1, "learning_rate": 1e-12})
+    matched = model(**fields)
+    train(matched, SOURCE, settings, tmp_path, seed=0)
+    seen = {}
+
+    def look(module, arguments):
+        content, rotary = module.q_proj(arguments[0]).unflatten(-1, (2, -1)).split((8, 4), dim=-1)
+        keys, _ = module.source.expand(*module.source.project(arguments[0]))
+        seen[module.layer_idx] = [rms(keys) / rms(content), rms(module.rope_key(arguments[0])) / rms(rotary)]
+
+    for block in matched.model.layers:
+        block.self_attn.register_forward_pre_hook(look)
+    matched(SOURCE.train_batch(0, 0, SETTINGS.batch_size)["input_ids"])
+    assert sorted(seen) == [0, 1, 2]
+    for ratios in seen.values():
+        assert ratios == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def rms(tensor: torch.Tensor) -> float:
+    return tensor.pow(2).mean().sqrt().item()
+
+
 def test_a_truncated_checkpoint_is_named(tmp_path):
     asked = iter([False] * 4 + [True])
     train(model(), SOURCE, SETTINGS, tmp_path, seed=0, stop=lambda: next(asked))
