@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM
-from keyshift.configuration import CHOICES
+from keyshift.configuration import CHOICES, GROUPED
 
 VOCAB = 31
 
@@ -47,7 +47,7 @@ class Case:
         return f"{self.attention}-{self.position}-{self.shift}"
 
     def config(self, **changes: Any) -> KeyshiftConfig:
-        groups = {"num_key_value_heads": 2} if self.attention in ("gqa", "shared_kv", "gva") else {}
+        groups = {"num_key_value_heads": 2} if self.attention in GROUPED else {}
         return KeyshiftConfig(**{**SIZES, **groups, **asdict(self), **changes})
 
     @property

@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Attention mechanisms: trained side by side, measured, and served from small caches.",
+    help="Attention mechanisms side by side: what each learns, and how much cache it keeps.",
 )
 
 
@@ -61,7 +61,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Where results go. Default runs/RECIPE.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Train every variant with so many seeds.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps per run.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Text: a tokenizer's name or folder.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Text: a tokenizer's folder or hub name.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Text: size of the tokenizer to train.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Override a recipe key: training.learning_rate=3e-4")

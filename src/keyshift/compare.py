@@ -95,7 +95,11 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
                     break
                 results[_key(run)] = _execute(run, source, recipe, resume, hooks)
         finally:
-            report = _report(recipe, source, facts, runs, results, measure=not hooks.stop())
+            report = _report(recipe, source, facts, runs, results)
+            if not left:
+                _keep_decode_times(report, out)
+            elif not hooks.stop():
+                _measure_decoding(report, runs, source)
             write_report(report, out)
     return report
 
@@ -159,8 +163,7 @@ def _write_json(path: Path, content: Any) -> None:
 def _source(recipe: Recipe, out: Path, hooks: Hooks) -> tuple[BatchSource, dict[str, Any]]:
     if recipe.task is not None:
         task = build_task(recipe.task)
-        facts = {"chance_level": task.chance_level(), "sequence_length": task.sequence_length}
-        return TaskSource(task), facts
+        return TaskSource(task), {"chance_level": task.chance_level(), "guessing": task.guessing}
     assert recipe.data is not None
     data = prepare(
         recipe.data.paths,
@@ -274,24 +277,14 @@ def _report(
     facts: dict[str, Any],
     runs: list[Run],
     results: dict[tuple[str, int], RunResult],
-    *,
-    measure: bool,
 ) -> Report:
-    variants = {}
-    models = {}
+    variants = {run.variant: _variant(run, recipe, _trained(run)) for run in runs if run.seed == 0}
     for run in runs:
-        if run.variant not in variants:
-            models[run.variant] = _trained(run)
-            variants[run.variant] = _variant(run, recipe, models[run.variant])
         variants[run.variant].runs.append(results[_key(run)])
-    if measure:
-        seconds = decode_seconds(list(models.values()), prompt_length=source.sequence_length // 2)
-        for variant, each in zip(variants.values(), seconds, strict=True):
-            variant.runs[0].decode_ms_per_token = each * 1e3
     return Report(
         title=recipe.title,
         kind="text" if recipe.data else "task",
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join([Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--resume")]),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         environment=environment(),
         recipe=recipe.model_dump(mode="json"),
@@ -299,6 +292,22 @@ def _report(
         complete=all(result.status in ("finished", "diverged") for result in results.values()),
         variants=list(variants.values()),
     )
+
+
+def _measure_decoding(report: Report, runs: list[Run], source: BatchSource) -> None:
+    """Time a decoded token of every variant's first seed, all in one go."""
+    models = [_trained(run) for run in runs if run.seed == 0]
+    seconds = decode_seconds(models, prompt_length=source.sequence_length // 2)
+    for variant, each in zip(report.variants, seconds, strict=True):
+        variant.runs[0].decode_ms_per_token = each * 1e3
+
+
+def _keep_decode_times(report: Report, out: Path) -> None:
+    """Nothing was trained: keep the times of the report that is there, whatever the machine does now."""
+    if (out / "report.json").exists():
+        before = Report.model_validate_json((out / "report.json").read_text())
+        for variant, old in zip(report.variants, before.variants, strict=True):
+            variant.runs[0].decode_ms_per_token = old.runs[0].decode_ms_per_token
 
 
 def _trained(run: Run) -> KeyshiftForCausalLM:

@@ -33,12 +33,13 @@ def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterat
     logging.disable_progress_bar()  # transformers draws one for every checkpoint
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rates]}"),
         TimeRemainingColumn(compact=True),
+        TextColumn("left"),
     )
-    with Progress(*columns, console=console, transient=True, expand=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         display = _Display(recipe, bars, console)
         yield Hooks(
             stop=stop,
@@ -66,8 +67,8 @@ class _Display:
 
     def preparing(self, done: int, total: int) -> None:
         if self.reading is None:
-            self.reading = self.bars.add_task("reading text", total=total, rates="bytes")
-        self.bars.update(self.reading, completed=done, total=total, visible=done < total)
+            self.reading = self.bars.add_task("reading text, %", total=100, rates="")
+        self.bars.update(self.reading, completed=100 * done // max(1, total), visible=done < total)
 
     def planned(self, runs: int) -> None:
         self.runs = runs
@@ -98,7 +99,8 @@ class _Display:
         metrics = [
             f"{short} {standing.metrics[key]:.3f}" for short, key in shown.items() if key in standing.metrics
         ]
-        return " ".join([f"{per_second:.1f}/s", f"{tokens / 1e3:.0f}k tok/s", *metrics])
+        rates = [f"{per_second:.1f}/s", f"{tokens / 1e3:.1f}k tok/s"] if standing.step > step else []
+        return " ".join([*rates, *metrics])
 
     def _sequence_length(self) -> int:
         if self.recipe.data is not None:
@@ -119,7 +121,7 @@ class _Display:
         if last is not None and last.bits_per_byte is not None:
             facts.append(f"{last.bits_per_byte:.3f} bits/byte")
         if result.train_tokens_per_second:
-            facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tokens/s")
+            facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tok/s")
         self._say(f"{run.variant}, seed {run.seed}: {result.status}; {', '.join(facts)}")
 
     def _say(self, text: str) -> None:

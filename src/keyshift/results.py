@@ -28,25 +28,33 @@ class Point(Record):
 class ShiftWeights(Record):
     """The shift weights that one layer learned. ``weights[h][m]`` multiplies the token ``m`` places back."""
 
-    layer: int
-    of: Literal["key", "value", "query"]
-    weights: list[list[float]]
+    layer: int = Field(description="from 0")
+    of: Literal["key", "value", "query"] = Field(
+        description="what is mixed: α of keys, β of values, γ of queries"
+    )
+    weights: list[list[float]] = Field(
+        description="per head, the weights of the token itself and of those before"
+    )
 
 
 class RunResult(Record):
     """One variant trained with one seed."""
 
-    seed: int
-    status: Literal["finished", "interrupted", "diverged", "pending"]
+    seed: int = Field(description="of the initial weights and of the order of the data")
+    status: Literal["finished", "interrupted", "diverged", "pending"] = Field(
+        description="diverged: the loss or a weight became NaN or infinite; pending: not begun"
+    )
     message: str | None = Field(None, description="why the run did not finish")
     steps: int = Field(0, description="optimiser steps taken")
-    curve: list[Point] = []
+    curve: list[Point] = Field([], description="held-out evaluations, in order")
     train_loss: list[tuple[int, float]] = Field([], description="(step, training loss) as logged")
-    train_tokens_per_second: float | None = None
+    train_tokens_per_second: float | None = Field(
+        None, description="from the median optimiser step, without data, evaluation and saving"
+    )
     decode_ms_per_token: float | None = Field(
         None, description="milliseconds per generated token, one sequence, median"
     )
-    shift_weights: list[ShiftWeights] = []
+    shift_weights: list[ShiftWeights] = Field([], description="as learned, for variants with a shift")
 
     def steps_to(self, accuracy: float) -> int | None:
         """The first evaluated step at which held-out accuracy reached ``accuracy``; None if it never did."""
@@ -57,7 +65,7 @@ class RunResult(Record):
 class VariantResult(Record):
     """One row of the comparison: a model configuration and its runs."""
 
-    name: str
+    name: str = Field(description="the variant's name in the recipe")
     config: dict[str, Any] = Field(description="the KeyshiftConfig fields that define the variant")
     parameters: int = Field(description="trainable parameters, embeddings included, tied ones once")
     shift_parameters: int = Field(0, description="how many of them are shift weights")
@@ -65,15 +73,15 @@ class VariantResult(Record):
     cache_bytes_per_token_measured: float | None = Field(
         None, description="allocated bytes of a real cache, divided by its capacity in tokens"
     )
-    runs: list[RunResult] = []
+    runs: list[RunResult] = Field([], description="one per seed, in order")
 
 
 class Report(Record):
     """The whole of ``report.json``."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
-    title: str
-    kind: Literal["task", "text"]
+    schema_version: Literal[1] = Field(SCHEMA_VERSION, description="of this schema")
+    title: str = Field(description="the recipe's")
+    kind: Literal["task", "text"] = Field(description="a synthetic task or the user's text")
     command: str = Field(description="the command line that produces this report")
     created: str = Field(description="ISO 8601 time, UTC")
     environment: dict[str, str] = Field(description="versions, processor, threads")
@@ -82,4 +90,4 @@ class Report(Record):
         {}, description="facts about the data: tokens, bytes, documents, chance level"
     )
     complete: bool = Field(description="whether every run finished or diverged")
-    variants: list[VariantResult]
+    variants: list[VariantResult] = Field(description="in the recipe's order")

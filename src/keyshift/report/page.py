@@ -91,6 +91,8 @@ def _moment(text: str) -> str:
 
 
 def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{_fact(each)} {key}" for key, each in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"

@@ -29,7 +29,12 @@ class Task(Protocol):
         ...
 
     def chance_level(self) -> float:
-        """The accuracy of a stated way of guessing."""
+        """The accuracy of `guessing`."""
+        ...
+
+    @property
+    def guessing(self) -> str:
+        """The way of guessing whose accuracy `chance_level` is, in words."""
         ...
 
 

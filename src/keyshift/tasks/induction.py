@@ -77,6 +77,11 @@ class Induction:
         labels = np.where(position > repeat[:, None], tokens, IGNORED)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
+    @property
+    def guessing(self) -> str:
+        """See `Task`."""
+        return "guessing among the tokens that the sequence loops through, which takes some learning"
+
     def chance_level(self) -> float:
         """Accuracy of guessing among the tokens of the loop, on average over determined answers
         (estimated)."""

@@ -52,7 +52,7 @@ def draw_curves(report: Report, field: Literal["accuracy", "loss"]) -> Picture |
         figure,
         field,
         f"Held-out {noun}",
-        _caption([variant for _, variant, _ in shown], cropped),
+        _caption([variant for _, variant, _ in shown], cropped) + _guessing(report, field),
         f"Line chart of held-out {noun} against training steps. Last values: {listing}.",
     )
 
@@ -93,7 +93,8 @@ def _draw_variant(
         return max(series[-1] for series in seeds)
     steps, mean, low, high = zip(*band, strict=True)
     axes.fill_between(steps, low, high, color=look.colour, alpha=0.16, linewidth=0)
-    axes.plot(steps, mean, color=look.colour, linestyle=look.dash, linewidth=1.9)
+    alone = look.marker if len(steps) == 1 else None  # a line through one point cannot be seen
+    axes.plot(steps, mean, color=look.colour, linestyle=look.dash, linewidth=1.9, marker=alone, markersize=6)
     return steps[-1], mean[-1]
 
 
@@ -119,7 +120,7 @@ def _mark_chance(axes: Axes, level: Any) -> None:
     if isinstance(level, int | float) and 0 < level < 1:
         axes.axhline(level, color=FAINT, linestyle=":", linewidth=1, zorder=1)
         axes.annotate(
-            "chance",
+            "guessing",
             (1, level),
             xycoords=("axes fraction", "data"),
             xytext=(-3, 2),
@@ -129,6 +130,11 @@ def _mark_chance(axes: Axes, level: Any) -> None:
             color=SOFT,
             fontsize=SMALL,
         )
+
+
+def _guessing(report: Report, field: str) -> str:
+    means = report.data.get("guessing")
+    return f" Dotted: {means}." if field == "accuracy" and means else ""
 
 
 def _caption(variants: Sequence[VariantResult], cropped: bool) -> str:
