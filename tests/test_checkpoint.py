@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM, UserError
 
@@ -77,3 +77,10 @@ def test_a_whole_one_still_loads_with_its_options(checkpoint):
     )
     assert model.dtype == torch.bfloat16
     assert not info["missing_keys"]
+
+
+def test_the_decoder_loads_without_its_head(checkpoint):
+    whole = KeyshiftForCausalLM.from_pretrained(checkpoint)
+    headless = AutoModel.from_pretrained(checkpoint)
+    ids = torch.arange(5)[None]
+    assert torch.equal(headless(ids).last_hidden_state, whole.model(ids).last_hidden_state)

@@ -150,3 +150,27 @@ def test_a_diverged_run_is_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert "at step" in done.stderr
     assert (tmp_path / "runs/induction/report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["[1, 2]", "{", '{"hidden_size": 8}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_configuration_that_makes_no_sense_is_one_line(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    done = keyshift("cache", str(path))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_cache_reads_the_sizes_of_a_deepseek_configuration(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    path.write_text(json.dumps({"model_type": "deepseek_v3", **LLAMA_LIKE, **heads, **sizes}))
+    rows = {row["mechanism"]: row for row in json.loads(keyshift("cache", str(path), "--json").stdout)}
+    assert rows["MLA"]["bytes_per_token"] == 4 * 2 * (512 + 64)
+    assert rows["GQA"]["bytes_per_token"] == 4 * 2 * 2 * 8 * 128
+
+
+LLAMA_LIKE = {"hidden_size": 256, "num_hidden_layers": 4}

@@ -214,3 +214,49 @@ def wait_for(condition, process, seconds=90) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_changed_text_is_not_mixed_into_old_results(tmp_path):
+    text = corpus(tmp_path / "text")
+    chosen = text_recipe([str(text)])
+    compare(chosen, tmp_path / "out")
+    (text / "0.txt").write_text("other words " * 300)
+    kept = (tmp_path / "out/data/meta.json").read_text()
+    with pytest.raises(UserError, match="made from other text"):
+        compare(chosen, tmp_path / "out", resume=True)
+    assert (tmp_path / "out/data/meta.json").read_text() == kept
+
+
+def test_a_damaged_store_is_noticed(tmp_path):
+    chosen = text_recipe([str(corpus(tmp_path / "text"))])
+    compare(chosen, tmp_path / "out")
+    tokens = tmp_path / "out/data/train.tokens"
+    tokens.write_bytes(tokens.read_bytes()[:100])
+    with pytest.raises(UserError, match="damaged"):
+        compare(chosen, tmp_path / "out", resume=True)
+
+
+def test_what_a_killed_run_left_behind_is_cleared_away(tmp_path):
+    (tmp_path / ".data-abc").mkdir()
+    (tmp_path / ".data-abc" / "train.tokens").write_text("half")
+    (tmp_path / ".recipe.json.tmp").write_text("{")
+    assert compare(recipe(seeds=1, variants={"GQA": {}}), tmp_path).complete
+    assert not list(tmp_path.glob(".*.tmp")) + list(tmp_path.glob(".data-*"))
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "runs/gqa/seed-0/result.json"])
+def test_a_damaged_record_is_named(tmp_path, name):
+    chosen = recipe(seeds=1, variants={"GQA": {}})
+    compare(chosen, tmp_path)
+    path = tmp_path / name
+    path.write_text(path.read_text()[:20])
+    with pytest.raises(UserError, match="is damaged") as caught:
+        compare(chosen, tmp_path, resume=True)
+    assert str(path) in str(caught.value)
+
+
+def test_a_stop_while_text_is_read_leaves_nothing(tmp_path):
+    hooks = Hooks(stop=lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        compare(text_recipe([str(corpus(tmp_path / "text"))]), tmp_path / "out", hooks=hooks)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".lock"] == []

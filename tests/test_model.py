@@ -534,3 +534,29 @@ def test_torch_compile(case: Case) -> None:
         mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
         padded = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert_close(padded, full(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"query_norm": "no"}, "query_norm='no' must be true or false"),
+        ({"rope_theta": "x"}, "rope_theta='x' must be a positive number"),
+        ({"rope_theta": 0}, "rope_theta=0 must"),
+        ({"rms_norm_eps": -5.0}, "rms_norm_eps=-5.0"),
+        ({"initializer_range": float("nan")}, "initializer_range=nan"),
+        ({"hidden_act": "sillu"}, "did you mean 'silu'"),
+        ({"shift_window": 3.0}, "shift_window=3.0"),
+        ({"hidden_size": True}, "hidden_size=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(fields, message):
+    with pytest.raises(UserError) as caught:
+        KeyshiftConfig(**fields)
+    assert message in str(caught.value)
+
+
+def test_rope_theta_may_be_spelt_as_transformers_spells_it():
+    config = KeyshiftConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert config.rope_theta == 5e5
+    assert KeyshiftConfig(**config.to_dict()).rope_theta == 5e5

@@ -80,3 +80,9 @@ def test_the_stated_probability_of_a_repeat_and_the_chance_level_hold():
 def test_sizes_without_answers_are_refused(sizes):
     with pytest.raises(UserError, match="vocab_size"):
         Induction(*sizes)
+
+
+def test_every_batch_has_an_answer_to_learn_from():
+    task = Induction(4096, 64)
+    for step in range(300):
+        assert (task.batch(0, step, 4)["labels"] != -100).any()

@@ -137,13 +137,20 @@ def rms(tensor: torch.Tensor) -> float:
     return tensor.pow(2).mean().sqrt().item()
 
 
-def test_a_truncated_checkpoint_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
+)
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_named(tmp_path, name, harm):
     asked = iter([False] * 4 + [True])
     train(model(), SOURCE, SETTINGS, tmp_path, seed=0, stop=lambda: next(asked))
     checkpoint = newest_checkpoint(tmp_path)
     assert checkpoint is not None
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    path = checkpoint / name
+    content = path.read_bytes()
+    path.unlink()
+    if harm == "cut":
+        path.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="cannot be read") as caught:
         train(model(), SOURCE, SETTINGS, tmp_path, seed=0, resume=True)
     assert str(checkpoint) in str(caught.value)

@@ -49,9 +49,9 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name_or_path)
     except KeyError as error:
         raise UserError(f"{name_or_path} has no {error}: not a transformers config.json") from error
-    except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:  # whatever a foreign configuration class makes of foreign content
         raise UserError(f"no model configuration at {name_or_path!r}: {first_line(error)}") from error
 
 
@@ -90,21 +90,22 @@ def cache_rows(config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str)
 
 def _mechanisms(config: PreTrainedConfig) -> dict[str, KeyshiftConfig]:
     """The mechanisms that are compared, all at the sizes of ``config``."""
-    sizes = _sizes(config)
+    sizes = _sizes(config.get_text_config())
     heads = sizes["num_attention_heads"]
     groups = sizes.pop("num_key_value_heads")
-    head_dim = sizes["head_dim"]
     grouped = {**sizes, "num_key_value_heads": groups}
+    own = getattr(config.get_text_config(), "qk_rope_head_dim", None)
+    latent = {**sizes, "qk_rope_head_dim": own} if own else sizes
     rows = {
         "MHA": KeyshiftConfig(attention="mha", **sizes),
         "GQA": KeyshiftConfig(attention="gqa", **grouped),
         "GQA + KV shift": KeyshiftConfig(attention="gqa", shift="kv", **grouped),
         "MQA": KeyshiftConfig(attention="mqa", **sizes),
-        "MLA": KeyshiftConfig(attention="mla", position="decoupled_rope", **sizes),
+        "MLA": KeyshiftConfig(attention="mla", position="decoupled_rope", **latent),
         "shared KV": KeyshiftConfig(attention="shared_kv", position="none", **grouped),
         "GVA, no rotary key": KeyshiftConfig(attention="gva", position="none", **grouped),
     }
-    own = getattr(config, "qk_rope_head_dim", None) or PAPER_ROTARY_WIDTHS[0]
+    own = own or PAPER_ROTARY_WIDTHS[0]
     for width in sorted({*PAPER_ROTARY_WIDTHS, own}):
         for shift in ("none", "kv") if width == own else ("none",):
             name = f"GVA, d_r = {width}" + (" + shift" if shift == "kv" else "")
@@ -114,15 +115,15 @@ def _mechanisms(config: PreTrainedConfig) -> dict[str, KeyshiftConfig]:
                 shift=shift,
                 **{**grouped, "qk_rope_head_dim": width},
             )
-    if groups == heads or head_dim < 1:
-        rows.pop("MHA")
+    if groups == heads:
+        rows["GQA"] = rows.pop("MHA")  # the same, and what the others are compared with
     return {"this model": config, **rows} if isinstance(config, KeyshiftConfig) else rows
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     """The sizes that every mechanism shares, under Llama's names."""
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in needed if not isinstance(getattr(config, name, None), int)]
+    missing = [name for name in needed if not isinstance(v := getattr(config, name, None), int) or v < 1]
     if missing:
         raise UserError(
             f"the configuration (model_type={config.model_type!r}) has no {', '.join(missing)}; "
@@ -130,7 +131,11 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
         )
     sizes = {name: getattr(config, name) for name in needed}
     heads = sizes["num_attention_heads"]
-    head_dim = getattr(config, "head_dim", None) or sizes["hidden_size"] // heads
+    # DeepSeek's configurations call the width of a value v_head_dim, and of the rotary slice head_dim.
+    names = ("v_head_dim", "head_dim")
+    head_dim = next(
+        (w for name in names if (w := getattr(config, name, None))), sizes["hidden_size"] // heads
+    )
     groups = getattr(config, "num_key_value_heads", None) or heads
     optional = {"kv_lora_rank": getattr(config, "kv_lora_rank", None)}
     given = {name: value for name, value in optional.items() if value}
@@ -152,13 +157,16 @@ def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtyp
     sizes = {**config.to_diff_dict(), "num_hidden_layers": 1, "vocab_size": 1, "mlp": "none"}
     sizes.pop("model_type", None)
     model = KeyshiftModel(KeyshiftConfig(**sizes)).to(dtype).eval()
-    inputs = torch.zeros(batch, min(2, tokens), config.hidden_size, dtype=dtype)
-    cache = KeyshiftCache(config, max_length=tokens)
-    model(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
-    first, *others = cache.layers
-    if first.keys is not None and first.values is not None:
-        for layer in others[: layers - 1]:
-            layer.update(first.keys, first.values)
+    inputs = torch.zeros(1, min(2, tokens), config.hidden_size, dtype=dtype)
+    one, cache = KeyshiftCache(model.config), KeyshiftCache(config, max_length=tokens)
+    model(inputs_embeds=inputs, past_key_values=one, use_cache=True)
+    (written,) = one.layers
+    one.batch_repeat_interleave(batch)
+    assert written.keys is not None
+    assert written.values is not None
+    for layer in cache.layers[:layers]:
+        layer.update(written.keys, written.values)
+        layer.query_state = written.query_state
     return cache.allocated_bytes * config.num_hidden_layers // layers, layers
 
 

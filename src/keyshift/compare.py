@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from keyshift.attention.shift import Shift
 from keyshift.cache import cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
 from keyshift.data import prepare
-from keyshift.errors import NonFiniteLoss, UserError
+from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
 from keyshift.measure import decode_seconds, measured_bytes_per_token
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Recipe, build_task
@@ -85,7 +86,8 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
         _check_folder(recipe, out, resume)
         source, facts = _source(recipe, out, hooks)
         runs = _runs(recipe, source, out)
-        _write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
+        with _written(out):
+            _write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
         results = {_key(run): _known(run) for run in runs}
         left = [run for run in runs if results[_key(run)].status != "finished"]
         hooks.planned(len(left))
@@ -100,7 +102,8 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
                 _keep_decode_times(report, out)
             elif not hooks.stop():
                 _measure_decoding(report, runs, source)
-            write_report(report, out)
+            with _written(out):
+                write_report(report, out)
     return report
 
 
@@ -123,16 +126,33 @@ def configs(recipe: Recipe, vocab_size: int, sequence_length: int) -> dict[str, 
 
 @contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Hold ``out`` for this process."""
+    """Hold ``out`` for this process, and clear away what a killed one left half-written."""
+    lock = filelock.FileLock(out / ".lock", timeout=0)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(out / ".lock", timeout=0):
-            yield
+        lock.acquire()
     except filelock.Timeout as error:
         raise UserError(f"out={out} is in use by another run; wait for it or pass another --out") from error
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise UserError(
             f"out={out} cannot be used as a folder ({error.strerror}); pass another --out"
+        ) from error
+    try:
+        for leftover in (*out.glob(".data-*"), *out.glob(".*.tmp")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Writing of results, which may find the disk full."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write results in {out} ({error.strerror}); free some space and pass --resume"
         ) from error
 
 
@@ -146,7 +166,11 @@ def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
         return
     if not resume:
         raise UserError(f"out={out} holds results already; pass --resume to go on, or another --out")
-    before, now = json.loads(kept.read_text()), recipe.model_dump(mode="json")
+    now = recipe.model_dump(mode="json")
+    try:
+        before = json.loads(kept.read_text())
+    except ValueError as error:
+        raise UserError(f"{kept} is damaged ({first_line(error)}); pass another --out") from error
     changed = [key for key in now if now[key] != before.get(key)]
     if changed:
         raise UserError(
@@ -165,6 +189,12 @@ def _source(recipe: Recipe, out: Path, hooks: Hooks) -> tuple[BatchSource, dict[
         task = build_task(recipe.task)
         return TaskSource(task), {"chance_level": task.chance_level(), "guessing": task.guessing}
     assert recipe.data is not None
+
+    def preparing(done: int, total: int) -> None:
+        if hooks.stop():
+            raise KeyboardInterrupt  # nothing to save yet
+        hooks.preparing(done, total)
+
     data = prepare(
         recipe.data.paths,
         out / "data",
@@ -173,7 +203,8 @@ def _source(recipe: Recipe, out: Path, hooks: Hooks) -> tuple[BatchSource, dict[
         sequence_length=recipe.data.sequence_length,
         batch_size=recipe.training.batch_size,
         validation_fraction=recipe.data.validation_fraction,
-        progress=hooks.preparing,
+        progress=preparing,
+        keep=(out / RECIPE_FILE).exists(),
     )
     return TextSource(data, recipe.data.sequence_length), data.summary()
 
@@ -203,7 +234,10 @@ def _known(run: Run) -> RunResult:
     """What is known of a run before it starts: its result, if an earlier call finished it."""
     kept = run.directory / "result.json"
     if kept.exists():
-        return RunResult.model_validate_json(kept.read_text())
+        try:
+            return RunResult.model_validate_json(kept.read_text())
+        except ValueError as error:
+            raise UserError(f"{kept} is damaged; delete it to train this run again") from error
     return RunResult(seed=run.seed, status="pending")
 
 
@@ -227,7 +261,8 @@ def _execute(run: Run, source: BatchSource, recipe: Recipe, resume: bool, hooks:
     else:
         result = _result(run, model, outcome, recipe, source)
         if result.status == "finished":
-            _write_json(run.directory / "result.json", result.model_dump(mode="json"))
+            with _written(run.directory):
+                _write_json(run.directory / "result.json", result.model_dump(mode="json"))
     hooks.finished(run, result)
     return result
 

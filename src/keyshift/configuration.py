@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2CLS
 
 from keyshift.errors import UserError, nearest
 
@@ -98,6 +99,8 @@ class KeyshiftConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._take_rope_parameters(kwargs)
+        self._check_types()
         self._check_choices()
         self._check_sizes()
         self._set_defaults()
@@ -130,6 +133,29 @@ class KeyshiftConfig(PreTrainedConfig):
         """Whether ``what`` (``q``, ``k`` or ``v``) is mixed with the previous tokens'."""
         return self.shift != "none" and what in self.shift
 
+    def _take_rope_parameters(self, others: dict[str, Any]) -> None:
+        """transformers' way of writing ``rope_theta``; scaled kinds of RoPE are refused."""
+        parameters = others.pop("rope_parameters", None) or others.pop("rope_scaling", None)
+        if parameters is None:
+            return
+        kind = parameters.get("rope_type", "default")
+        if kind != "default":
+            raise UserError(f"rope_parameters with rope_type={kind!r} is not supported; use 'default'")
+        self.rope_theta = float(parameters.get("rope_theta", self.rope_theta))
+
+    def _check_types(self) -> None:
+        for field in ("query_norm", "use_cache", "tie_word_embeddings"):
+            if not isinstance(getattr(self, field), bool):
+                raise UserError(f"{field}={getattr(self, field)!r} must be true or false")
+        for field in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise UserError(f"{field}={value!r} must be a positive number")
+        if self.hidden_act not in ACT2CLS:
+            raise UserError(
+                f"hidden_act={self.hidden_act!r} is not known; {nearest(str(self.hidden_act), ACT2CLS)}"
+            )
+
     def _check_choices(self) -> None:
         for field, choices in CHOICES.items():
             value = getattr(self, field)
@@ -145,7 +171,7 @@ class KeyshiftConfig(PreTrainedConfig):
             "max_position_embeddings",
         )
         for field in required:
-            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+            if type(getattr(self, field)) is not int or getattr(self, field) < 1:
                 raise UserError(f"{field}={getattr(self, field)!r} must be a positive integer")
         optional = (
             "intermediate_size",
@@ -156,14 +182,14 @@ class KeyshiftConfig(PreTrainedConfig):
         )
         for field in optional:
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise UserError(f"{field}={value!r} must be a positive integer or left out")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise UserError(
                 f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}; "
                 "leave it out or make room for it"
             )
-        if self.shift_window not in (2, 3, 4):
+        if type(self.shift_window) is not int or self.shift_window not in (2, 3, 4):
             raise UserError(f"shift_window={self.shift_window!r} must be 2, 3 or 4")
         if self.shift != "none" and self.shift_window > self.max_position_embeddings:
             raise UserError(

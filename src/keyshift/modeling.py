@@ -115,6 +115,8 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
 class KeyshiftModel(KeyshiftPreTrainedModel):
     """The decoder without its head."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
     def __init__(self, config: KeyshiftConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -165,7 +167,7 @@ class KeyshiftModel(KeyshiftPreTrainedModel):
         if self.embed_positions is not None:
             x_BTE = x_BTE + self.embed_positions(self._table_rows(frame.positions_BT))
         hidden, attentions = [], []
-        for block in self.layers:
+        for block in self.layers[: self.config.num_hidden_layers]:  # fewer where a draft exits early
             hidden.append(x_BTE)
             x_BTE, weights = block(x_BTE, frame, cache, **kwargs)
             attentions.append(weights)
@@ -317,7 +319,8 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         """`generate()` gets a `KeyshiftCache` of exactly the length it can need, unless told otherwise."""
         given = model_kwargs.get(CACHE_NAME) is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if not given and type(model_kwargs.get(CACHE_NAME)) is DynamicCache:
+        made = model_kwargs.get(CACHE_NAME)
+        if not given and isinstance(made, DynamicCache) and not made.offloading:
             length = kwargs.get("max_cache_length", args[-1] if args else None)
             model_kwargs[CACHE_NAME] = KeyshiftCache(self.config, max_length=length)
 

@@ -296,5 +296,5 @@ def eager_attention(
     scores = query @ key.mT * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return (weights @ value).transpose(1, 2), weights

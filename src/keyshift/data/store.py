@@ -86,6 +86,7 @@ def prepare(
     batch_size: int,
     validation_fraction: float = 0.05,
     progress: Callable[[int, int], None] | None = None,
+    keep: bool = False,
 ) -> TextData:
     """Text files, tokenised into a store in ``directory``; an up-to-date store is reused without work.
 
@@ -93,7 +94,7 @@ def prepare(
     folder or a hub name; None trains one of ``vocab_size`` tokens (else unused) on the training side.
     ``sequence_length`` and ``batch_size`` only serve to check that each side fills a batch. ``progress`` is
     called with bytes done and bytes to do: the size of the files, twice that when a tokenizer is trained,
-    which reads them once more.
+    which reads them once more. With ``keep`` a store of other texts is not replaced but an error.
 
     The store appears in one piece: an interrupted run leaves ``directory`` as it was.
 
@@ -112,6 +113,11 @@ def prepare(
     directory = Path(os.path.abspath(directory))
     fingerprint = _fingerprint(files, tokenizer, vocab_size, validation_fraction)
     if not _reusable(directory, fingerprint):
+        if keep and directory.exists():
+            raise UserError(
+                f"directory {str(directory)!r} was made from other text (its files' names, sizes or times "
+                "differ, or the store is damaged): results would not fit together; pass another --out"
+            )
         try:
             write_store(directory, files, tokenizer, vocab_size, validation_fraction, fingerprint, progress)
         except OSError as error:
@@ -152,13 +158,24 @@ def _reusable(directory: Path, fingerprint: str) -> bool:
         return False
     names = set(os.listdir(directory)) if directory.is_dir() else {directory.name}
     if names >= _STORE_FILES and fingerprint in (directory / "meta.json").read_text(errors="replace"):
-        return True
+        return _whole(directory)
     if other := sorted(names - _STORE_FILES):
         raise UserError(
             f"directory {str(directory)!r}: holds {other[0]!r}, which is not part of a prepared store and "
             "would be lost; choose a new or empty directory"
         )
     return False
+
+
+def _whole(directory: Path) -> bool:
+    """Whether the files of a store hold what its description says."""
+    meta = _read_meta(directory)
+    width = np.dtype(meta["dtype"]).itemsize
+    return all(
+        (directory / f"{side}.tokens").stat().st_size == counts["tokens"] * width
+        and (directory / f"{side}.documents").stat().st_size == counts["documents"] * 8
+        for side, counts in meta["sides"].items()
+    )
 
 
 def _check_sizes(

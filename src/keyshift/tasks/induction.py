@@ -68,8 +68,11 @@ class Induction:
         import torch
 
         rng = np.random.default_rng([seed, SPLITS[split], step])
-        drawn = rng.integers(self.vocab_size, size=(batch_size, self.sequence_length))
-        first, repeat = _first_repeat(drawn)
+        while True:  # a small batch may, by chance, have no answer to learn from: draw another
+            drawn = rng.integers(self.vocab_size, size=(batch_size, self.sequence_length))
+            first, repeat = _first_repeat(drawn)
+            if (repeat < self.sequence_length - 1).any():
+                break
         position = np.arange(self.sequence_length)
         period = np.maximum(repeat - first, 1)[:, None]
         looped = first[:, None] + (position - first[:, None]) % period

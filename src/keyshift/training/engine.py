@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import shutil
 import statistics
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -88,15 +90,9 @@ def train(
         model.match_keys_(
             **{name: tensor.to(model.device) for name, tensor in first.items() if name != "labels"}
         )
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except (SafetensorError, EOFError, KeyError, ValueError) as error:
-        if checkpoint is None or isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"checkpoint {checkpoint} cannot be read ({first_line(error)}); delete it to resume from the "
-            "start"
-        ) from error
+    if checkpoint is not None:
+        _check_readable(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     state = trainer.state
     return Outcome(state.global_step, watch.stopped, list(state.log_history), watch.step_seconds())
 
@@ -105,6 +101,22 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """The ``checkpoint-N`` folder with the largest N, or None."""
     found = [path for path in directory.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def _check_readable(checkpoint: Path) -> None:
+    """Read every file that resuming needs: what is missing or damaged is named now, not halfway."""
+    try:
+        with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
+            weights.keys()
+        for name in ("optimizer.pt", "scheduler.pt"):
+            torch.load(checkpoint / name, map_location="cpu", weights_only=True)
+        for name in ("config.json", "trainer_state.json"):
+            json.loads((checkpoint / name).read_text())
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be read ({first_line(error)}); delete it to resume from the "
+            "start"
+        ) from error
 
 
 class _Steps(Dataset[Batch]):
@@ -199,7 +211,7 @@ def _only(batches: list[Batch]) -> Batch:
 
 
 def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(directory),
         max_steps=settings.steps,
         per_device_train_batch_size=1,  # batches, not sequences: see _Steps
@@ -223,6 +235,9 @@ def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArgume
         disable_tqdm=True,
         report_to=[],
     )
+    if arguments.n_gpu > 1:  # one process would split every batch over all of them
+        arguments._n_gpu = 1
+    return arguments
 
 
 @dataclass
