@@ -227,7 +227,7 @@ class KeyshiftConfig(PreTrainedConfig):
         if fixed is not None and groups != fixed:
             raise UserError(
                 f"attention={self.attention!r} has {fixed} key/value heads, not "
-                f"num_key_value_heads={groups}; leave it out, or use attention='gqa'"
+                f"num_key_value_heads={groups}; set it to that, leave it out, or use attention='gqa'"
             )
         if heads % groups:
             raise UserError(
