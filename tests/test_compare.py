@@ -260,3 +260,21 @@ def test_a_stop_while_text_is_read_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         compare(text_recipe([str(corpus(tmp_path / "text"))]), tmp_path / "out", hooks=hooks)
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".lock"] == []
+
+
+def test_a_failing_run_leaves_a_report_and_its_own_error(tmp_path):
+    """Whatever stops a comparison is what the user hears of, and what was measured before is kept."""
+    chosen = recipe(seeds=1)
+    calls = iter([False] * 20 + [True] * 1000)  # into the second run
+    compare(chosen, tmp_path, hooks=Hooks(stop=lambda: next(calls)))
+    (broken,) = [
+        p for p in tmp_path.glob("runs/*/seed-0/checkpoint-*") if not (p.parent / "result.json").exists()
+    ]
+    (broken / "optimizer.pt").unlink()
+    (tmp_path / "report.html").unlink()
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        compare(chosen, tmp_path, resume=True)
+    assert str(broken) in str(caught.value)
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    assert [variant.runs[0].status for variant in report.variants] == ["finished", "pending", "pending"]
+    assert (tmp_path / "report.html").exists()

@@ -173,7 +173,7 @@ class StreamLayer(CacheLayerMixin):
         if self.query_state is not None and keep > 0:
             raise UserError(
                 "shift='qkv' keeps the last raw queries, which a rollback cannot restore: reset() the cache "
-                "prefill again, or use shift='kv', which needs no state"
+                "and prefill again, or use shift='kv', which needs no state"
             )
         self.length = max(keep, 0)
         if self.length == 0:

@@ -31,7 +31,7 @@ from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Recipe, build_task
 from keyshift.report import write_report
 from keyshift.results import Point, Report, RunResult, ShiftWeights, VariantResult
-from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSource, newest_checkpoint, train
+from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSource, train
 
 RECIPE_FILE = "recipe.json"
 OWN_FILES = {RECIPE_FILE, ".lock", "data", "runs", "figures", "report.json", "report.html"}
@@ -96,14 +96,17 @@ def compare(recipe: Recipe, out: Path, *, resume: bool = False, hooks: Hooks | N
                 if hooks.stop():
                     break
                 results[_key(run)] = _execute(run, source, recipe, resume, hooks)
-        finally:
-            report = _report(recipe, source, facts, runs, results)
-            if not left:
-                _keep_decode_times(report, out)
-            elif not hooks.stop():
-                _measure_decoding(report, runs, source)
+        except BaseException:
             with _written(out):
-                write_report(report, out)
+                write_report(_report(recipe, facts, runs, results), out)
+            raise
+        report = _report(recipe, facts, runs, results)
+        if not left:
+            _keep_decode_times(report, out)
+        elif not hooks.stop():
+            _measure_decoding(report, runs, source)
+        with _written(out):
+            write_report(report, out)
     return report
 
 
@@ -308,12 +311,11 @@ def learned_shifts(model: KeyshiftForCausalLM) -> list[ShiftWeights]:
 
 def _report(
     recipe: Recipe,
-    source: BatchSource,
     facts: dict[str, Any],
     runs: list[Run],
     results: dict[tuple[str, int], RunResult],
 ) -> Report:
-    variants = {run.variant: _variant(run, recipe, _trained(run)) for run in runs if run.seed == 0}
+    variants = {run.variant: _variant(run, recipe, _model(run)) for run in runs if run.seed == 0}
     for run in runs:
         variants[run.variant].runs.append(results[_key(run)])
     return Report(
@@ -331,7 +333,7 @@ def _report(
 
 def _measure_decoding(report: Report, runs: list[Run], source: BatchSource) -> None:
     """Time a decoded token of every variant's first seed, all in one go."""
-    models = [_trained(run) for run in runs if run.seed == 0]
+    models = [_model(run) for run in runs if run.seed == 0]
     seconds = decode_seconds(models, prompt_length=source.sequence_length // 2)
     for variant, each in zip(report.variants, seconds, strict=True):
         variant.runs[0].decode_ms_per_token = each * 1e3
@@ -345,13 +347,9 @@ def _keep_decode_times(report: Report, out: Path) -> None:
             variant.runs[0].decode_ms_per_token = old.runs[0].decode_ms_per_token
 
 
-def _trained(run: Run) -> KeyshiftForCausalLM:
-    """The run's model as last saved, or a fresh one (sizes and speeds are the same), where runs are
-    trained."""
-    checkpoint = newest_checkpoint(run.directory)
-    fresh = checkpoint is None
-    model = KeyshiftForCausalLM(run.config) if fresh else KeyshiftForCausalLM.from_pretrained(checkpoint)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+def _model(run: Run) -> KeyshiftForCausalLM:
+    """A fresh model of the run's, where runs are trained: sizes and speeds do not depend on the weights."""
+    return KeyshiftForCausalLM(run.config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _variant(run: Run, recipe: Recipe, model: KeyshiftForCausalLM) -> VariantResult:
