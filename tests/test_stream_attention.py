@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import Call, calls
 from torch import Tensor
 
 from keyshift.ops.stream_attention import reference, stream_attention
@@ -16,12 +17,12 @@ from keyshift.ops.stream_attention import reference, stream_attention
 
 def by_loops(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
+    keys_BGTS: Tensor,
+    values_BGTV: Tensor | None,
     *,
-    first_slot: int,
     scale: float,
     starts_BQ: Tensor | None = None,
+    lengths_B: Tensor | None = None,
     rope_queries_BHQR: Tensor | None = None,
     rope_keys_BTR: Tensor | None = None,
     key_weights_HW: Tensor | None = None,
@@ -29,14 +30,15 @@ def by_loops(
     slopes_H: Tensor | None = None,
 ) -> Tensor:
     """One query at a time: its document's keys and values are shifted, and nothing else is looked at."""
-    values = keys if values is None else values
+    keys, values = keys_BGTS, keys_BGTS if values_BGTV is None else values_BGTV
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
     out = queries.new_zeros(batch, heads, new, values.shape[-1])
     for b in range(batch):
         for h in range(heads):
             group = h // (heads // keys.shape[1])
             for i in range(new):
-                own = first_slot + i
+                length = keys.shape[2] if lengths_B is None else int(lengths_B[b])
+                own = length - new + i
                 start = 0 if starts_BQ is None else int(starts_BQ[b, i])
                 slots = range(start, own + 1)
                 scores = []
@@ -72,57 +74,19 @@ def shifted(x_TS: Tensor, slot: int, start: int, weights: list[float]) -> Tensor
     )
 
 
-@st.composite
-def inputs(draw: st.DrawFn) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    batch, groups, per_group, new, before, width, window, rotary = (
-        draw(st.integers(low, high))
-        for low, high in ((1, 2), (1, 2), (1, 2), (1, 4), (0, 6), (1, 4), (1, 4), (0, 2))
-    )
-    heads, total, unused = groups * per_group, before + new, draw(st.integers(0, 2))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    turned = draw(st.booleans())
-    queries = noise(batch, heads, window, new, width) if turned else noise(batch, heads, new, width)
-    keys = noise(batch, total + unused, groups, width).transpose(1, 2)
-    values = noise(batch, groups, total + unused, draw(st.integers(1, 4))) if draw(st.booleans()) else None
-    options: dict[str, Any] = {"first_slot": before, "scale": draw(st.sampled_from((0.3, 1.0)))}
-    if draw(st.booleans()):
-        starts = [[draw(st.integers(0, before + i)) for i in range(new)] for _ in range(batch)]
-        options["starts_BQ"] = torch.tensor(starts)
-    if rotary:
-        options["rope_queries_BHQR"] = noise(batch, heads, new, rotary)
-        options["rope_keys_BTR"] = noise(batch, total + unused, rotary)
-    if not turned and draw(st.booleans()):
-        options["key_weights_HW"] = noise(heads, window)
-    if draw(st.booleans()):
-        options["value_weights_HW"] = noise(heads, draw(st.integers(1, 4)))
-    if draw(st.booleans()):
-        options["slopes_H"] = noise(heads).abs()
-    return (queries, keys, values), options
-
-
-@given(inputs())
+@given(calls())
 @settings(max_examples=200, deadline=None)
-def test_equals_its_definition(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    arguments, options = call
-    torch.testing.assert_close(
-        stream_attention(*arguments, **options), by_loops(*arguments, **options), rtol=1e-12, atol=1e-12
-    )
+def test_equals_its_definition(call: Call) -> None:
+    torch.testing.assert_close(stream_attention(**call), by_loops(**call), rtol=1e-12, atol=1e-12)
 
 
-@given(call=inputs(), most=st.integers(1, 60))
+@given(call=calls(), most=st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
-def test_taking_queries_in_blocks_changes_nothing(
-    call: tuple[tuple[Any, ...], dict[str, Any]], most: int
-) -> None:
-    arguments, options = call
-    whole = stream_attention(*arguments, **options)
+def test_taking_queries_in_blocks_changes_nothing(call: Call, most: int) -> None:
+    whole = stream_attention(**call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MAX_SCORES", most)
-        torch.testing.assert_close(stream_attention(*arguments, **options), whole, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(stream_attention(**call), whole, rtol=1e-12, atol=1e-12)
 
 
 def ordinary(**changes: Any) -> dict[str, Any]:
@@ -131,7 +95,6 @@ def ordinary(**changes: Any) -> dict[str, Any]:
         "queries": torch.randn(2, 4, 3, 8, generator=generator),
         "keys_BGTS": torch.randn(2, 2, 9, 8, generator=generator),
         "values_BGTV": torch.randn(2, 2, 9, 5, generator=generator),
-        "first_slot": 5,
         "scale": 0.5,
     }
     return {**arguments, **changes}
@@ -139,11 +102,13 @@ def ordinary(**changes: Any) -> dict[str, Any]:
 
 def test_slots_after_the_queries_are_not_read() -> None:
     """The tail of a buffer that was never written may hold anything."""
-    call = ordinary(key_weights_HW=torch.rand(4, 3), value_weights_HW=torch.rand(4, 3))
+    lengths = torch.tensor([8, 6])
+    call = ordinary(key_weights_HW=torch.rand(4, 3), value_weights_HW=torch.rand(4, 3), lengths_B=lengths)
     expected = stream_attention(**call)
     stale = {name: call[name].clone() for name in ("keys_BGTS", "values_BGTV")}
     for stream in stale.values():
-        stream[:, :, 8:] = torch.nan
+        for row, length in zip(stream, lengths, strict=True):
+            row[:, length:] = torch.nan
     torch.testing.assert_close(stream_attention(**{**call, **stale}), expected)
 
 
@@ -152,7 +117,7 @@ def test_low_precision_keeps_its_dtype_and_scores_in_float32(dtype: torch.dtype)
     call = ordinary()
     low = {
         name: call[name].to(dtype) if isinstance(call[name], Tensor) else call[name]
-        for name in ("queries", "keys_BGTS", "values_BGTV", "first_slot", "scale")
+        for name in ("queries", "keys_BGTS", "values_BGTV", "scale")
     }
     exact = stream_attention(**{k: v.double() if isinstance(v, Tensor) else v for k, v in low.items()})
     out = stream_attention(**low)
@@ -173,7 +138,6 @@ def test_gradients() -> None:
             queries,
             stream,
             None,
-            first_slot=2,
             scale=0.5,
             starts_BQ=starts,
             rope_queries_BHQR=rope_queries,
@@ -194,7 +158,9 @@ def test_gradients() -> None:
         ({"keys_BGTS": torch.zeros(2, 2, 9, 7)}, "keys_BGTS"),
         ({"keys_BGTS": torch.zeros(2, 3, 9, 8)}, "keys_BGTS"),
         ({"values_BGTV": torch.zeros(2, 2, 8, 5)}, "values_BGTV"),
-        ({"first_slot": 7}, "first_slot"),
+        ({"queries": torch.zeros(2, 4, 10, 8)}, "queries"),
+        ({"lengths_B": torch.zeros(3, dtype=torch.long)}, "lengths_B"),
+        ({"lengths_B": torch.zeros(2)}, "lengths_B"),
         ({"starts_BQ": torch.zeros(2, 4, dtype=torch.long)}, "starts_BQ"),
         ({"rope_queries_BHQR": torch.zeros(2, 4, 3, 2)}, "rope_keys_BTR"),
         ({"rope_keys_BTR": torch.zeros(2, 9, 2)}, "rope_queries_BHQR"),

@@ -229,7 +229,6 @@ class Attention(nn.Module):
             new_queries,
             (values if keys is None else keys).transpose(1, 2),
             None if keys is None else values.transpose(1, 2),
-            first_slot=frame.first_slot,
             scale=self.scaling,
             starts_BQ=frame.starts_BT,
             rope_queries_BHQR=rope_queries,

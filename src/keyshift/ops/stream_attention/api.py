@@ -1,14 +1,21 @@
-"""`stream_attention`: what it computes, what it accepts.
+"""`stream_attention`: what it computes, what it accepts, and which backend computes it.
 
 Shapes: B batch, H query heads, G stream heads (query head h reads g(h) = h // (H/G)), Q new tokens, T cached
-tokens (the new ones included), W shift window, S stream width, V value width, R rotary width.
+tokens (the new ones included), W shift window, S stream width, V value width, R rotary width, N scales per
+stream head.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from keyshift.ops.stream_attention.reference import stream_attention_reference
+from keyshift.ops.stream_attention.backends import BACKENDS
+from keyshift.ops.stream_attention.library import OPERATOR
+from keyshift.ops.stream_attention import reference
+from keyshift.ops.stream_attention.quantised import channels
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def stream_attention(
@@ -16,16 +23,19 @@ def stream_attention(
     keys_BGTS: Tensor,
     values_BGTV: Tensor | None,
     *,
-    first_slot: int,
     scale: float,
     starts_BQ: Tensor | None = None,
+    lengths_B: Tensor | None = None,
     rope_queries_BHQR: Tensor | None = None,
     rope_keys_BTR: Tensor | None = None,
     key_weights_HW: Tensor | None = None,
     value_weights_HW: Tensor | None = None,
     slopes_H: Tensor | None = None,
+    key_scales_BGTN: Tensor | None = None,
+    value_scales_BGTN: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """Causal attention of Q new tokens, at slots ``first_slot`` onwards, over a cache that holds raw streams.
+    """Causal attention of the last Q tokens of every sequence over a cache that holds raw streams.
 
     For a query at slot i whose document starts at slot s, over the slots s <= j <= i::
 
@@ -35,60 +45,82 @@ def stream_attention(
         out     = Σ_j (Σ_m b_m p_{j+m}) v_j           p is 0 beyond i, nothing lands before s
 
     which equals attention over keys and values that were shifted before (spec: "Cached decoding: keep the
-    cache raw"). Slots after a query's own are never read into its result, so the cache may be longer than
-    what is used.
+    cache raw"). With ``values_BGTV=None`` the keys' stream is also the values' and is read once (spec:
+    "Single-stream attention"). What lies before the first start or at and after a sequence's length is never
+    read.
 
     Args:
         queries: [B, H, Q, S]; or [B, H, W, Q, S], one query per window step with a_m already in it, for keys
             that carry a rotation (the query is rotated m places back instead of the key).
-        keys_BGTS: the cached stream, any strides.
-        values_BGTV: the value stream; None reads ``keys_BGTS`` as the values too.
-        first_slot: the slot of the first query, in tokens from the cache's beginning; first_slot + Q <= T.
+        keys_BGTS: the cached stream, float32, bfloat16, float16 or float64 like the queries, any strides; or
+            quantised, int8 or two numbers per uint8 (last size S/2), with ``key_scales_BGTN``.
+        values_BGTV: the value stream, likewise; None reads ``keys_BGTS`` as the values too.
         scale: factor of the scores, 1 / sqrt(d_n + d_r).
         starts_BQ: the slot where each query's document starts, integer, at most the query's own; None: all 0.
+        lengths_B: how many slots each sequence uses, integer, its Q new tokens included and last; None: all
+            T. Query q of sequence b sits at slot lengths_B[b] - Q + q.
         rope_queries_BHQR, rope_keys_BTR: the decoupled rotary part, both rotated; both or neither.
         key_weights_HW: a (α); None is (1, 0, …). Not with five-dimensional queries.
         value_weights_HW: b (β); None is (1, 0, …).
         slopes_H: ALiBi's slopes; None is 0.
+        key_scales_BGTN, value_scales_BGTN: one factor per token, stream head and block of S/N (V/N) channels,
+            for a quantised stream; any float dtype.
+        backend: "cpu" (the fused kernel), "triton", "reference", or "auto": the fused one that this machine
+            and these tensors have, and the reference where there is none (float64, and whenever gradients
+            are wanted, which only the reference has). A backend asked for by name is used or refused.
 
     Returns:
-        [B, H, Q, V] in the dtype of ``queries``; scores and softmax are float32 at least.
+        [B, H, Q, V] in the dtype of ``queries``; scores, softmax and sums are float32 at least.
 
     Raises:
-        ValueError: a shape that does not fit, naming the argument.
+        ValueError: a shape, dtype or device that does not fit, naming the argument; a backend that is
+            unknown or cannot do this.
+        RuntimeError: a backend that this machine does not have, with the reason (``keyshift doctor`` lists
+            them).
     """
-    _check_streams(queries, keys_BGTS, values_BGTV, first_slot)
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of auto, {', '.join(BACKENDS)}")
+    _check_streams(queries, keys_BGTS, values_BGTV, key_scales_BGTN, value_scales_BGTN)
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
+    rotary = None if rope_queries_BHQR is None else rope_queries_BHQR.shape[-1]
     if (rope_queries_BHQR is None) != (rope_keys_BTR is None):
         raise ValueError("rope_queries_BHQR and rope_keys_BTR come together: pass both or neither")
     if queries.dim() == 5 and key_weights_HW is not None:
         raise ValueError("key_weights_HW must be None with five-dimensional queries: they carry the weights")
-    _check_shape("starts_BQ", starts_BQ, (batch, new))
-    _check_shape("rope_queries_BHQR", rope_queries_BHQR, (batch, heads, new, None))
-    if rope_queries_BHQR is not None:
-        _check_shape("rope_keys_BTR", rope_keys_BTR, (batch, keys_BGTS.shape[2], rope_queries_BHQR.shape[-1]))
-    _check_shape("key_weights_HW", key_weights_HW, (heads, None))
-    _check_shape("value_weights_HW", value_weights_HW, (heads, None))
-    _check_shape("slopes_H", slopes_H, (heads,))
-    used = first_slot + new
-    keys = keys_BGTS[:, :, :used]
-    return stream_attention_reference(
-        queries,
-        keys,
-        keys if values_BGTV is None else values_BGTV[:, :, :used],
-        first_slot=first_slot,
-        scale=scale,
-        starts_BQ=starts_BQ,
-        rope_queries_BHQR=rope_queries_BHQR,
-        rope_keys_BTR=None if rope_keys_BTR is None else rope_keys_BTR[:, :used],
-        key_weights_HW=key_weights_HW,
-        value_weights_HW=value_weights_HW,
-        slopes_H=slopes_H,
-    )
+    _check("starts_BQ", starts_BQ, (batch, new), floating=False)
+    _check("lengths_B", lengths_B, (batch,), floating=False)
+    _check("rope_queries_BHQR", rope_queries_BHQR, (batch, heads, new, None))
+    _check("rope_keys_BTR", rope_keys_BTR, (batch, keys_BGTS.shape[2], rotary))
+    _check("key_weights_HW", key_weights_HW, (heads, None))
+    _check("value_weights_HW", value_weights_HW, (heads, None))
+    _check("slopes_H", slopes_H, (heads,))
+    tensors = {
+        "keys_BGTS": keys_BGTS,
+        "values_BGTV": values_BGTV,
+        "starts_BQ": starts_BQ,
+        "lengths_B": lengths_B,
+        "rope_queries_BHQR": rope_queries_BHQR,
+        "rope_keys_BTR": rope_keys_BTR,
+        "key_weights_HW": key_weights_HW,
+        "value_weights_HW": value_weights_HW,
+        "slopes_H": slopes_H,
+        "key_scales_BGTN": key_scales_BGTN,
+        "value_scales_BGTN": value_scales_BGTN,
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != queries.device:
+            raise ValueError(f"{name} is on {tensor.device} and queries are on {queries.device}")
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (queries, *tensors.values())
+    ):
+        if backend not in ("auto", "reference"):
+            raise ValueError(f"backend={backend!r} has no gradients; use 'reference', or torch.no_grad()")
+        return reference.run(queries, scale=scale, **tensors)
+    return OPERATOR(queries, *tensors.values(), scale, backend)
 
 
-def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int | None, ...]) -> None:
-    """Where there is a tensor, it has this shape; None is any size."""
+def _check(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], floating: bool = True) -> None:
+    """Where there is a tensor, it has this shape (None is any size) and is of floats, or of integers."""
     if tensor is None:
         return
     fits = tensor.dim() == len(shape) and all(
@@ -97,25 +129,57 @@ def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int | None, ...]
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} {tuple(tensor.shape)} must be ({wanted})")
+    if (tensor.dtype not in FLOATS) if floating else (tensor.dtype not in (torch.int32, torch.int64)):
+        wanted = ", ".join(str(kind) for kind in FLOATS) if floating else "torch.int64 or torch.int32"
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {wanted}")
 
 
-def _check_streams(queries: Tensor, keys: Tensor, values: Tensor | None, first_slot: int) -> None:
+def _check_streams(
+    queries: Tensor, keys: Tensor, values: Tensor | None, key_scales: Tensor | None, value_scales: Tensor | None
+) -> None:
     if queries.dim() not in (4, 5) or keys.dim() != 4:
         raise ValueError(
-            f"queries {tuple(queries.shape)} must have 4 or 5 dimensions and keys {tuple(keys.shape)} 4"
+            f"queries {tuple(queries.shape)} must have 4 or 5 dimensions and keys_BGTS {tuple(keys.shape)} 4"
         )
+    if queries.dtype not in FLOATS:
+        raise ValueError(f"queries are {queries.dtype}; they must be {', '.join(str(kind) for kind in FLOATS)}")
     batch, heads, new, width = queries.shape[0], queries.shape[1], queries.shape[-2], queries.shape[-1]
-    if keys.shape[0] != batch or keys.shape[-1] != width:
+    if keys.shape[0] != batch or channels(keys) != width:
         raise ValueError(
             f"keys_BGTS {tuple(keys.shape)} does not fit queries {tuple(queries.shape)}: B and S must agree"
         )
-    if heads % keys.shape[1]:
+    if min(queries.shape) < 1:
+        raise ValueError(f"queries {tuple(queries.shape)} are empty; every size must be at least 1")
+    if keys.shape[1] == 0 or heads % keys.shape[1]:
         raise ValueError(f"queries have {heads} heads, not a multiple of the {keys.shape[1]} of keys_BGTS")
-    if values is not None and values.shape[:3] != keys.shape[:3]:
+    if values is not None and (values.shape[:3] != keys.shape[:3] or not channels(values)):
         raise ValueError(
             f"values_BGTV {tuple(values.shape)} does not fit keys_BGTS {tuple(keys.shape)} in B, G, T"
         )
-    if first_slot + new > keys.shape[2]:
+    if new > keys.shape[2]:
         raise ValueError(
-            f"first_slot={first_slot} plus {new} queries is beyond the {keys.shape[2]} cached tokens"
+            f"queries {tuple(queries.shape)}: Q={new} is more than the T={keys.shape[2]} of keys_BGTS, "
+            "which hold the new tokens too"
+        )
+    _check_scales("key_scales_BGTN", key_scales, "keys_BGTS", keys, queries)
+    if values is None and value_scales is not None:
+        raise ValueError("value_scales_BGTN must be None where values_BGTV is")
+    if values is not None:
+        _check_scales("value_scales_BGTN", value_scales, "values_BGTV", values, queries)
+
+
+def _check_scales(name: str, scales: Tensor | None, of: str, stream: Tensor, queries: Tensor) -> None:
+    """A quantised stream has scales, and one of floats has the dtype of the queries."""
+    if stream.dtype not in (torch.int8, torch.uint8):
+        if stream.dtype != queries.dtype:
+            raise ValueError(f"{of} is {stream.dtype} and queries are {queries.dtype}; they must be the same")
+        if scales is not None:
+            raise ValueError(f"{name} must be None: {of} is {stream.dtype}, not quantised")
+        return
+    if scales is None:
+        raise ValueError(f"{of} is {stream.dtype}, quantised: {name} must be given")
+    _check(name, scales, (*stream.shape[:3], None))
+    if not scales.shape[3] or channels(stream) % scales.shape[3]:
+        raise ValueError(
+            f"{name} {tuple(scales.shape)}: its last size must divide the {channels(stream)} channels of {of}"
         )

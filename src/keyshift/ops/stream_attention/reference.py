@@ -6,43 +6,74 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from keyshift.ops.stream_attention.quantised import dequantise
+
 MAX_SCORES = 1 << 24
 """How many scores are held at once; more queries than that are taken in blocks, so that memory stays
 bounded."""
 
 
-def stream_attention_reference(
+def missing() -> str | None:
+    """None: it is always there."""
+    return None
+
+
+def refused(queries: Tensor) -> str | None:
+    """None: it takes every device and dtype."""
+    return None
+
+
+def run(
     queries: Tensor,
     keys_BGTS: Tensor,
-    values_BGTV: Tensor,
+    values_BGTV: Tensor | None,
     *,
-    first_slot: int,
     scale: float,
     starts_BQ: Tensor | None,
+    lengths_B: Tensor | None,
     rope_queries_BHQR: Tensor | None,
     rope_keys_BTR: Tensor | None,
     key_weights_HW: Tensor | None,
     value_weights_HW: Tensor | None,
     slopes_H: Tensor | None,
+    key_scales_BGTN: Tensor | None,
+    value_scales_BGTN: Tensor | None,
 ) -> Tensor:
     """See `keyshift.ops.stream_attention.api.stream_attention`."""
+    keys = _floats(keys_BGTS, key_scales_BGTN, queries.dtype)
+    values = keys if values_BGTV is None else _floats(values_BGTV, value_scales_BGTN, queries.dtype)
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
     steps = queries.shape[2] if queries.dim() == 5 else 1
-    block = max(1, MAX_SCORES // (batch * heads * steps * keys_BGTS.shape[2]))
+    total = keys.shape[2]
+    slots = torch.arange(total, device=queries.device)
+    lengths = torch.full((batch,), total, device=queries.device) if lengths_B is None else lengths_B
+    own_BQ = (lengths - new)[:, None] + torch.arange(new, device=queries.device)
+    if starts_BQ is None:
+        starts_BQ = torch.zeros_like(own_BQ)
+    elif lengths_B is None:
+        lengths_B = lengths
+    if lengths_B is not None:
+        # A weight of zero does not keep out NaN.
+        unread = (slots >= lengths_B[:, None]) | (slots < starts_BQ.amin(1, keepdim=True))
+        keys, values = (stream.masked_fill(unread[:, None, :, None], 0) for stream in (keys, values))
+    block = max(1, MAX_SCORES // (batch * heads * steps * total))
     outputs = []
     for begin in range(0, new, block):
         part = slice(begin, begin + block)
-        visible = _visible(queries, keys_BGTS.shape[2], first_slot, starts_BQ, part)
-        scores = _content_scores(queries[..., part, :], keys_BGTS, key_weights_HW, starts_BQ, part)
+        own, starts = own_BQ[:, part], starts_BQ[:, part]
+        visible = ((slots <= own[..., None]) & (slots >= starts[..., None]))[:, None]
+        scores = _content_scores(queries[..., part, :], keys, key_weights_HW, starts)
         if rope_queries_BHQR is not None and rope_keys_BTR is not None:
-            scores = scores + _grouped(rope_queries_BHQR[:, :, part], rope_keys_BTR[:, None])
+            rope_keys = rope_keys_BTR[:, None].to(queries.dtype)
+            scores = scores + _grouped(rope_queries_BHQR[:, :, part], rope_keys)
         scores = _promote(scores) * scale
         if slopes_H is not None:
-            scores = scores - slopes_H.to(scores)[:, None, None] * _distance(scores, first_slot + begin)
+            distance = (own[..., None] - slots)[:, None]
+            scores = scores - slopes_H.to(scores)[:, None, None] * distance
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         if value_weights_HW is not None:
-            weights = _value_flow(weights, value_weights_HW) * visible
-        outputs.append(_grouped_sum(weights.to(values_BGTV.dtype), values_BGTV))
+            weights = _value_flow(weights, value_weights_HW).masked_fill(~visible, 0)
+        outputs.append(_grouped_sum(weights.to(values.dtype), values))
     return torch.cat(outputs, dim=2).to(queries.dtype)
 
 
@@ -50,25 +81,12 @@ def _promote(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _distance(scores: Tensor, first_slot: int) -> Tensor:
-    """How many tokens lie between each query and each slot, [Q, T]."""
-    slots = torch.arange(scores.shape[-1], device=scores.device)
-    own = torch.arange(first_slot, first_slot + scores.shape[-2], device=scores.device)
-    return own[:, None] - slots
-
-
-def _visible(queries: Tensor, total: int, first_slot: int, starts_BQ: Tensor | None, part: slice) -> Tensor:
-    """Which slots each query of the block may see, [B or 1, 1, Q, T]."""
-    slots = torch.arange(total, device=queries.device)
-    own = torch.arange(first_slot, first_slot + queries.shape[-2], device=queries.device)[part]
-    visible = (slots <= own[:, None])[None]
-    if starts_BQ is not None:
-        visible = visible & (slots >= starts_BQ[:, part, None])
-    return visible[:, None]
+def _floats(stream: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return stream if scales is None else dequantise(stream, scales, dtype)
 
 
 def _content_scores(
-    queries: Tensor, keys_BGTS: Tensor, weights_HW: Tensor | None, starts_BQ: Tensor | None, part: slice
+    queries: Tensor, keys_BGTS: Tensor, weights_HW: Tensor | None, starts_BQ: Tensor
 ) -> Tensor:
     """Σ_m a_m q · k_{j-m}, [B, H, Q, T]."""
     if queries.dim() == 5:
@@ -83,8 +101,8 @@ def _content_scores(
     scores = torch.zeros_like(steps[0])
     for back, raw in enumerate(steps[:total]):
         moved = pad(raw[..., : total - back], (back, 0))
-        if back and starts_BQ is not None:
-            moved = moved * (slots - back >= starts_BQ[:, None, part, None])
+        if back:
+            moved = moved.masked_fill(slots - back < starts_BQ[:, None, :, None], 0)
         scores = scores + (moved if weights is None else moved * weights[:, back, None, None])
     return scores
 
