@@ -1,17 +1,211 @@
-"""The fused CPU kernel (in progress)."""
+"""The fused kernel for CPUs: loading the compiled library, and a call of it.
+
+The library is plain C++ behind a C interface (``cpu_kernel/``), built when the package is installed and a
+compiler is there. It knows neither Python nor PyTorch, so it serves every version of both.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
 from torch import Tensor
 
+FOLDER = Path(__file__).with_name("cpu_kernel")
+LIBRARY = FOLDER / "stream_attention.so"
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+PADDING = 32
+SPLIT_TOKENS = 256
+"""A split of the sequence is no shorter than this."""
+MOST_TASKS = 32
+"""Enough to keep many cores busy to the end; fewer partial results than a hundredth of what is read."""
+QUERY_NUMBERS = 1 << 16
+"""Numbers of the outputs that a task works on at a time, so that they stay in the second-level cache."""
 
+
+class _Scales(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "blocks", "stride_b", "stride_g", "stride_t")),
+    ]
+
+
+class _Stream(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "width", "stride_b", "stride_g", "stride_t")),
+        ("scales", _Scales),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "steps", "tokens")),
+        ("scale", ctypes.c_double),
+        ("query", ctypes.c_void_p),
+        ("rope_query", ctypes.c_void_p),
+        ("query_kind", ctypes.c_int64),
+        ("keys", _Stream),
+        ("values", _Stream),
+        ("rope_keys", _Stream),
+        ("key_window", ctypes.c_int64),
+        ("value_window", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("key_weights", "value_weights", "slopes", "starts", "lengths", "out")
+        ),
+        ("query_block", ctypes.c_int64),
+        ("splits", ctypes.c_int64),
+        ("partials", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
 def missing() -> str | None:
-    return "not built"
-
-
-def refused(queries: Tensor) -> str | None:
+    """Why the kernel is not there."""
+    if not LIBRARY.exists():
+        return "not compiled; install g++ or clang++, then install keyshift again"
+    sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*")))
+    if _library().keyshift_digest().decode() != hashlib.sha256(sources).hexdigest():
+        return "compiled from other sources than those here; install keyshift again"
     return None
 
 
-def run(*args: object, **kwargs: object) -> Tensor:
-    raise NotImplementedError
+def refused(queries: Tensor) -> str | None:
+    """Why it does not take such tensors."""
+    if queries.device.type != "cpu" or queries.dtype not in KINDS:
+        return f"takes float32, bfloat16 or float16 on the CPU, not {queries.dtype} on {queries.device}"
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.keyshift_digest.restype = ctypes.c_char_p
+    library.keyshift_kernel_name.restype = ctypes.c_char_p
+    library.keyshift_kernel_supported.restype = ctypes.c_bool
+    library.keyshift_stream_attention.restype = None
+    library.keyshift_stream_attention.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    return library
+
+
+@functools.cache
+def kernels() -> dict[str, int]:
+    """The instruction sets that the library was compiled for and this machine has, the widest first."""
+    library, found = _library(), {}
+    index = 0
+    while (name := library.keyshift_kernel_name(index)) is not None:
+        if library.keyshift_kernel_supported(index):
+            found[name.decode()] = index
+        index += 1
+    return found
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """The address of the ``GOMP_parallel`` that PyTorch's own operators use; None where it has none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except AttributeError:
+        return None
+
+
+def run(
+    queries: Tensor,
+    keys_BGTS: Tensor,
+    values_BGTV: Tensor | None,
+    *,
+    scale: float,
+    starts_BQ: Tensor | None,
+    lengths_B: Tensor | None,
+    rope_queries_BHQR: Tensor | None,
+    rope_keys_BTR: Tensor | None,
+    key_weights_HW: Tensor | None,
+    value_weights_HW: Tensor | None,
+    slopes_H: Tensor | None,
+    key_scales_BGTN: Tensor | None,
+    value_scales_BGTN: Tensor | None,
+    kernel: str | None = None,
+) -> Tensor:
+    """See `keyshift.ops.stream_attention.api.stream_attention`.
+
+    Args:
+        kernel: one of `kernels`; None takes the first.
+
+    Raises:
+        ValueError: a length that is not between Q and T.
+    """
+    batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
+    groups, total = keys_BGTS.shape[1], keys_BGTS.shape[2]
+    if lengths_B is not None and not bool(((lengths_B >= new) & (lengths_B <= total)).all()):
+        raise ValueError(f"lengths_B {lengths_B.tolist()} must be from Q={new} to T={total}")
+    queries = queries.contiguous()
+    rope_queries = None if rope_queries_BHQR is None else rope_queries_BHQR.to(queries.dtype).contiguous()
+    rope_keys = None if rope_keys_BTR is None else rope_keys_BTR[:, None]
+    keys = _stream(keys_BGTS, key_scales_BGTN)
+    values = _stream(values_BGTV, value_scales_BGTN)
+    rope = _stream(rope_keys, None)
+    small = [_floats(each) for each in (key_weights_HW, value_weights_HW, slopes_H)]
+    places = [_integers(each) for each in (starts_BQ, lengths_B)]
+    width = (values or keys)[0].width
+    out = queries.new_empty(batch, heads, new, width)
+    padded = -(-width // PADDING) * PADDING
+    query_block = max(1, min(new, QUERY_NUMBERS // (heads * padded)))
+    blocks = batch * -(-new // query_block)
+    splits = max(1, min(total // SPLIT_TOKENS, MOST_TASKS // blocks))
+    partials = torch.empty(blocks * splits * heads * query_block * (padded + 2), dtype=torch.float32)
+    call = _Call(
+        batch,
+        heads,
+        groups,
+        new,
+        queries.shape[2] if queries.dim() == 5 else 1,
+        total,
+        scale,
+        queries.data_ptr(),
+        None if rope_queries is None else rope_queries.data_ptr(),
+        KINDS[queries.dtype],
+        keys[0],
+        _Stream() if values is None else values[0],
+        _Stream() if rope is None else rope[0],
+        1 if key_weights_HW is None else key_weights_HW.shape[1],
+        1 if value_weights_HW is None else value_weights_HW.shape[1],
+        *(None if each is None else each.data_ptr() for each in (*small, *places)),
+        out.data_ptr(),
+        query_block,
+        splits,
+        partials.data_ptr(),
+    )
+    index = next(iter(kernels().values())) if kernel is None else kernels()[kernel]
+    _library().keyshift_stream_attention(ctypes.byref(call), index, torch.get_num_threads(), _parallel())
+    return out
+
+
+def _stream(stream: Tensor | None, scales: Tensor | None) -> tuple[_Stream, Tensor, Tensor | None] | None:
+    """A stream as the kernel wants it, and what must live as long."""
+    if stream is None:
+        return None
+    stream = stream if stream.stride(-1) == 1 else stream.contiguous()
+    described = _Scales()
+    if scales is not None:
+        scales = scales if scales.stride(-1) == 1 else scales.contiguous()
+        described = _Scales(scales.data_ptr(), KINDS[scales.dtype], scales.shape[3], *scales.stride()[:3])
+    width = stream.shape[-1] * (2 if stream.dtype == torch.uint8 else 1)
+    found = _Stream(stream.data_ptr(), KINDS[stream.dtype], width, *stream.stride()[:3], described)
+    return found, stream, scales
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+def _integers(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.long().contiguous()
