@@ -26,17 +26,16 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from memory import reset_peak, resident
 from pairing import Times, arguments, at_most, exactly, finish, ratio, say, timed
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -116,10 +115,10 @@ def generation(contender: Contender) -> Generation:
         )
 
     generate(8)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, began = _resident("VmRSS"), time.perf_counter()
+    reset_peak()
+    before, began = resident("VmRSS"), time.perf_counter()
     output = generate(contender.tokens - PROMPT)
-    seconds, peak = time.perf_counter() - began, _resident("VmHWM")
+    seconds, peak = time.perf_counter() - began, resident("VmHWM")
     assert output.sequences.shape == (1, contender.tokens)
     streams = [s for layer in getattr(output, CACHE_NAME).layers for s in (layer.keys, layer.values)]
     return Generation(
@@ -129,13 +128,6 @@ def generation(contender: Contender) -> Generation:
         tokens_per_second=(contender.tokens - PROMPT) / seconds,
         parameters=model.num_parameters(),
     )
-
-
-def _resident(what: str) -> int:
-    """Bytes of this process's resident memory: now (VmRSS) or at its peak (VmHWM)."""
-    found = re.search(rf"^{what}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def in_fresh_processes(contenders: list[Contender]) -> list[Generation]:

@@ -59,7 +59,7 @@ class Sizes:
         return 2 * self.groups * self.width * DTYPE.itemsize
 
 
-QUICK = Sizes(heads=4, groups=2, width=16, tokens=(48, 80), batches=(2,), copied_bytes=1 << 20, long=80)
+QUICK = Sizes(heads=4, groups=2, width=16, tokens=(24, 48), batches=(2,), copied_bytes=1 << 20, long=48)
 
 
 @dataclass(frozen=True)

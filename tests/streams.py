@@ -1,7 +1,9 @@
-"""Random calls of `stream_attention`, for its definition and for every backend."""
+"""Calls of `stream_attention`, random or as in decoding, for its definition and for every backend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,3 +101,47 @@ def in_float64(call: Call) -> Call:
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in call.items()
     }
+
+
+def decoding(
+    *,
+    heads: int = 32,
+    groups: int = 8,
+    width: int = 128,
+    rotary: int = 32,
+    total: int,
+    window: int,
+    batch: int = 2,
+    new: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Call:
+    """Single-stream decoding over a token-major cache: shifted GVA, or MLA with one stream head."""
+    generator = torch.Generator().manual_seed(total)
+
+    def noise(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    call: Call = {
+        "queries": noise(batch, heads, new, width),
+        "keys_BGTS": noise(batch, total, groups, width).transpose(1, 2),
+        "values_BGTV": None,
+        "scale": (width + rotary) ** -0.5,
+    }
+    if rotary:
+        call["rope_queries_BHQR"] = noise(batch, heads, new, rotary)
+        call["rope_keys_BTR"] = noise(batch, total, rotary)
+    if window > 1:
+        for name in ("key_weights_HW", "value_weights_HW"):
+            call[name] = noise(heads, window, dtype=torch.float32)
+    return call
+
+
+@contextmanager
+def fresh_memory_of_nan() -> Iterator[None]:
+    """So that what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.zeros(1).new_empty(9).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -161,9 +161,9 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     allocate = StreamLayer._allocate
 
-    def counted(self: StreamLayer, keys: Tensor, values: Tensor, capacity: int) -> None:
+    def counted(self: StreamLayer, like: tuple[Tensor, ...], capacity: int) -> None:
         made.append(capacity)
-        allocate(self, keys, values, capacity)
+        allocate(self, like, capacity)
 
     monkeypatch.setattr(StreamLayer, "_allocate", counted)
     return made

@@ -385,8 +385,8 @@ def test_cached_scalars_of_the_papers_table() -> None:
         groups = {} if attention in ("mha", "mqa", "mla") else {"num_key_value_heads": 4}
         chosen = KeyshiftConfig(**{**sizes, **groups, "attention": attention, "position": "none", **changes})
         widths = cache_widths(chosen)
-        assert cache_bytes_per_token(chosen, torch.bfloat16) == 2 * (widths.first + widths.second)
-        return widths.first + widths.second
+        assert cache_bytes_per_token(chosen, torch.bfloat16) == 2 * (widths.keys + widths.values + widths.rotary)
+        return widths.keys + widths.values + widths.rotary
 
     assert scalars("mha") == 2 * 8 * 64
     assert scalars("mqa") == 2 * 64

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from streams import Call, calls
 from torch import Tensor
 
-from keyshift.ops.stream_attention import reference, stream_attention
+from keyshift.ops.stream_attention import cpu, reference, stream_attention
+from keyshift.ops.stream_attention.library import OPERATOR
+from keyshift.ops.stream_attention.quantised import quantise
 
 
 def by_loops(
@@ -149,6 +153,11 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(attend, tensors)
 
 
+def quantised(kind: torch.dtype, blocks: int = 1) -> dict[str, Any]:
+    keys, scales = quantise(ordinary()["keys_BGTS"], kind, blocks, torch.float32)
+    return ordinary(keys_BGTS=keys, key_scales_BGTN=scales)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -180,8 +189,128 @@ def test_gradients() -> None:
         ({"key_weights_HW": torch.zeros(2, 2)}, "key_weights_HW"),
         ({"value_weights_HW": torch.zeros(3, 2)}, "value_weights_HW"),
         ({"slopes_H": torch.zeros(3)}, "slopes_H"),
+        ({"queries": torch.zeros(2, 4, 3, 8, dtype=torch.int32)}, "queries are torch.int32"),
+        ({"queries": torch.zeros(2, 4, 0, 8)}, "queries .* empty"),
+        ({"queries": torch.zeros(2, 4, 0, 3, 8)}, "queries .* empty"),
+        ({"keys_BGTS": torch.zeros(2, 0, 9, 8)}, "keys_BGTS"),
+        ({"keys_BGTS": torch.zeros(2, 2, 9, 8, dtype=torch.float64)}, "keys_BGTS is torch.float64"),
+        ({"values_BGTV": torch.zeros(2, 2, 9, 5, dtype=torch.float16)}, "values_BGTV is torch.float16"),
+        ({"values_BGTV": torch.zeros(2, 2, 9, 0)}, "values_BGTV"),
+        ({"starts_BQ": torch.zeros(2, 3, dtype=torch.int16)}, "starts_BQ is torch.int16"),
+        ({"slopes_H": torch.zeros(4, dtype=torch.int32)}, "slopes_H is torch.int32"),
+        ({"key_weights_HW": torch.zeros(4, 0)}, "key_weights_HW"),
+        ({"value_weights_HW": torch.zeros(4, 0)}, "value_weights_HW"),
+        ({"key_scales_BGTN": torch.zeros(2, 2, 9, 1)}, "key_scales_BGTN must be None"),
+        ({"value_scales_BGTN": torch.zeros(2, 2, 9, 1)}, "value_scales_BGTN must be None"),
+        (
+            {"values_BGTV": None, "value_scales_BGTN": torch.zeros(2, 2, 9, 1)},
+            "value_scales_BGTN must be None",
+        ),
+        ({"backend": "gpu"}, "backend='gpu' is not one of auto, cpu, triton, reference"),
     ],
 )
 def test_errors_name_the_argument(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         stream_attention(**ordinary(**changes))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"key_scales_BGTN": None}, "key_scales_BGTN must be given"),
+        ({"key_scales_BGTN": torch.ones(2, 2, 8, 1)}, "key_scales_BGTN"),
+        ({"key_scales_BGTN": torch.ones(2, 2, 9, 0)}, "key_scales_BGTN"),
+        ({"key_scales_BGTN": torch.ones(2, 2, 9, 3)}, "key_scales_BGTN .* divide the 8 channels"),
+        ({"key_scales_BGTN": torch.ones(2, 2, 9, 1, dtype=torch.int32)}, "key_scales_BGTN is torch.int32"),
+        ({"queries": torch.zeros(2, 4, 3, 6)}, "keys_BGTS"),
+    ],
+)
+def test_errors_of_quantised_streams_name_the_argument(
+    kind: torch.dtype, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        stream_attention(**{**quantised(kind), **changes})
+
+
+def with_every_argument() -> Call:
+    call = quantised(torch.int8)
+    values, scales = quantise(call["values_BGTV"], torch.int8, 5, torch.float32)
+    return {
+        **call,
+        "values_BGTV": values,
+        "value_scales_BGTN": scales,
+        "starts_BQ": torch.zeros(2, 3, dtype=torch.long),
+        "lengths_B": torch.tensor([9, 7]),
+        "rope_queries_BHQR": torch.ones(2, 4, 3, 2),
+        "rope_keys_BTR": torch.ones(2, 9, 2),
+        "key_weights_HW": torch.ones(4, 2),
+        "value_weights_HW": torch.ones(4, 2),
+        "slopes_H": torch.ones(4),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(set(with_every_argument()) - {"queries", "scale"}))
+def test_tensors_are_on_one_device(name: str) -> None:
+    call = with_every_argument()
+    with pytest.raises(ValueError, match=f"{name} is on meta and queries are on cpu"):
+        stream_attention(**{**call, name: call[name].to("meta")})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("name", ["queries", "values_BGTV", "slopes_H"])
+def test_gradients_are_refused_by_a_backend_without_them(backend: str, name: str) -> None:
+    call = ordinary(slopes_H=torch.ones(4))
+    call[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"backend='{backend}' has no gradients; use 'reference'"):
+        stream_attention(**call, backend=backend)
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where there was no compiler at installation."""
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / cpu.LIBRARY.name)
+    for cached in (cpu.missing, cpu._library):
+        cached.cache_clear()
+    yield
+    for cached in (cpu.missing, cpu._library):
+        cached.cache_clear()
+
+
+def test_a_missing_backend_is_an_error_where_it_is_named_and_else_none(no_library: None) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"backend='cpu' is not on this machine: .* install g\+\+ or clang"
+    ):
+        stream_attention(**ordinary(), backend="cpu")
+    assert torch.equal(stream_attention(**ordinary()), stream_attention(**ordinary(), backend="reference"))
+
+
+def test_a_library_that_cannot_be_loaded_is_missing(no_library: None) -> None:
+    """It was compiled for another machine, or is damaged."""
+    cpu.LIBRARY.write_bytes(b"not a library")
+    with pytest.raises(
+        RuntimeError, match=r"backend='cpu' is not on this machine: .* install keyshift again"
+    ):
+        stream_attention(**ordinary(), backend="cpu")
+    assert torch.equal(stream_attention(**ordinary()), stream_attention(**ordinary(), backend="reference"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("call", [ordinary(), with_every_argument()], ids=["few arguments", "every argument"])
+def test_is_an_operator_as_pytorch_wants_them(call: Call, backend: str) -> None:
+    names = [argument.name for argument in OPERATOR._schema.arguments]
+    options = {**dict.fromkeys(names), **call, "backend": backend}
+    torch.library.opcheck(OPERATOR, tuple(options[name] for name in names))
+
+
+def test_compiled_with_gradients() -> None:
+    """They are the definition's, and without a break of the graph."""
+    call = ordinary(key_weights_HW=torch.rand(4, 3))
+    compiled = torch.compile(stream_attention, fullgraph=True, backend="aot_eager")
+    for name in ("queries", "keys_BGTS", "values_BGTV", "key_weights_HW"):
+        call[name].requires_grad_()
+        gradients = [
+            torch.autograd.grad(attend(**call).square().sum(), call[name])[0]
+            for attend in (compiled, stream_attention)
+        ]
+        torch.testing.assert_close(*gradients)

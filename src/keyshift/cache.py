@@ -4,9 +4,11 @@ A layer keeps two flat streams of one head each, [B, 1, T, width], in the slots 
 ``keys`` and ``values``. Projected keys (with the shared rotary key at their end, if there is one) and values
 fill them in that order; a reconstructing mechanism puts its one stream first and the shared rotary key, or
 nothing, second. They are
-raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and
-    repeating need
-no state. Only a shifted *query* has one: the last window - 1 raw queries.
+raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and repeating
+need no state. Only a shifted *query* has one: the last window - 1 raw queries.
+
+With ``cache_dtype`` content is rounded to 8 or 4 bits, with one float16 scale per token and stream head, or
+per block of 32 channels; the rotary key keeps 16 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keyshift.attention import SOURCES
 from keyshift.configuration import KeyshiftConfig
-from keyshift.errors import UserError
+from keyshift.errors import UserError, nearest
+from keyshift.ops.stream_attention.quantised import quantise
+
+CACHE_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
+"""What content may be rounded to; two 4-bit numbers share a byte."""
+
+BLOCK = 32
+"""Channels that share a scale in four bits. In eight bits a whole head of a stream does."""
 
 GRANULE = 64
 """Buffers that grow do so by a quarter, and to a multiple of this many tokens."""
@@ -28,33 +37,108 @@ GRANULE = 64
 
 @dataclass(frozen=True)
 class CacheWidths:
-    """Scalars that one layer keeps: per token in each stream, and per sequence for a shifted query."""
+    """What one layer keeps: numbers per token of each kind, and per sequence for a shifted query.
 
-    first: int
-    second: int
-    query_state: int = 0
+    Attributes:
+        keys, values: content; no keys where they are computed from the values.
+        rotary: the shared rotated key of decoupled RoPE.
+        groups: heads of each content stream.
+        query_state: raw queries, per sequence.
+    """
+
+    keys: int
+    values: int
+    rotary: int
+    groups: int
+    query_state: int
 
 
 def cache_widths(config: KeyshiftConfig) -> CacheWidths:
     """What one layer keeps (spec: "Scalars cached per token and layer"; GVA paper, section 3.4)."""
     keys, values = SOURCES[config.attention].stream_widths(config)
-    rotary = config.decoupled_width
     state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
-    if not config.shifts("q"):
-        state = 0
-    return CacheWidths(keys + rotary, values, state) if keys else CacheWidths(values, rotary, state)
+    groups = 1 if config.attention == "mla" else config.num_key_value_heads
+    return CacheWidths(keys, values, config.decoupled_width, groups, state if config.shifts("q") else 0)
 
 
-def cache_bytes_per_token(config: KeyshiftConfig, dtype: torch.dtype) -> int:
-    """Bytes that one more token of one sequence adds to the cache, over all layers."""
+def scale_blocks(cache_dtype: str, head_width: int) -> int:
+    """How many scales a token has per stream head of that width."""
+    return head_width // BLOCK if cache_dtype == "int4" and head_width % BLOCK == 0 else 1
+
+
+def rotary_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which the rotary key is kept beside rounded content: 16 bits, the model's own where it has them."""
+    return dtype if dtype.itemsize == 2 else torch.float16
+
+
+def check_cache_dtype(config: KeyshiftConfig, cache_dtype: str | None) -> None:
+    """
+    Raises:
+        UserError: not one of `CACHE_DTYPES`, or content that cannot be packed so.
+    """
+    if cache_dtype is None:
+        return
+    if cache_dtype not in CACHE_DTYPES:
+        raise UserError(f"cache_dtype={cache_dtype!r} is not known; {nearest(cache_dtype, CACHE_DTYPES)}")
     widths = cache_widths(config)
-    return config.num_hidden_layers * (widths.first + widths.second) * dtype.itemsize
+    odd = [width for width in (widths.keys, widths.values) if width // widths.groups % 2]
+    if cache_dtype == "int4" and odd:
+        raise UserError(f"cache_dtype='int4' packs pairs of channels; a head of {odd[0]} is odd: use 'int8'")
 
 
-def cache_bytes(config: KeyshiftConfig, *, batch: int, tokens: int, dtype: torch.dtype) -> int:
+def cache_bytes_per_token(config: KeyshiftConfig, dtype: torch.dtype, cache_dtype: str | None = None) -> int:
+    """Bytes that one more token of one sequence adds to the cache, over all layers, scales included.
+
+    Args:
+        dtype: the model's.
+        cache_dtype: ``"int8"``, ``"int4"``, or None: content is kept in ``dtype``.
+    """
+    check_cache_dtype(config, cache_dtype)
+    widths = cache_widths(config)
+    if cache_dtype is None:
+        return config.num_hidden_layers * (widths.keys + widths.values + widths.rotary) * dtype.itemsize
+    layer = widths.rotary * rotary_dtype(dtype).itemsize
+    for width in filter(None, (widths.keys, widths.values)):
+        scales = widths.groups * scale_blocks(cache_dtype, width // widths.groups)
+        layer += width * (8 if cache_dtype == "int8" else 4) // 8 + scales * torch.float16.itemsize
+    return config.num_hidden_layers * layer
+
+
+def cache_bytes(
+    config: KeyshiftConfig, *, batch: int, tokens: int, dtype: torch.dtype, cache_dtype: str | None = None
+) -> int:
     """Bytes of a cache with room for ``tokens`` tokens of ``batch`` sequences, query state included."""
     state = config.num_hidden_layers * cache_widths(config).query_state * dtype.itemsize
-    return batch * (tokens * cache_bytes_per_token(config, dtype) + state)
+    return batch * (tokens * cache_bytes_per_token(config, dtype, cache_dtype) + state)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Cached tokens as attention reads them: views, L tokens, G heads.
+
+    Attributes:
+        keys_BLGD: None where the values are the keys.
+        values_BLGS: floats; or integers, with scales (`keyshift.ops.stream_attention.quantised`).
+        rope_keys_BLR: the shared rotated key.
+    """
+
+    keys_BLGD: Tensor | None
+    values_BLGS: Tensor
+    rope_keys_BLR: Tensor | None
+    key_scales_BLGN: Tensor | None = None
+    value_scales_BLGN: Tensor | None = None
+
+    def for_attention(self) -> dict[str, Any]:
+        """The arguments of `stream_attention` that this is; a single stream goes in as the keys."""
+        single = self.keys_BLGD is None
+        heads = {
+            "keys_BGTS": self.values_BLGS if single else self.keys_BLGD,
+            "values_BGTV": None if single else self.values_BLGS,
+            "key_scales_BGTN": self.value_scales_BLGN if single else self.key_scales_BLGN,
+            "value_scales_BGTN": None if single else self.value_scales_BLGN,
+        }
+        moved = {name: None if each is None else each.transpose(1, 2) for name, each in heads.items()}
+        return {**moved, "rope_keys_BTR": self.rope_keys_BLR}
 
 
 class StreamLayer(CacheLayerMixin):
@@ -74,7 +158,7 @@ class StreamLayer(CacheLayerMixin):
         self.length = 0
         self.is_initialized = False
         self.query_state: Tensor | None = None
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, ...] | None = None
 
     @property
     def keys(self) -> Tensor | None:
@@ -102,12 +186,12 @@ class StreamLayer(CacheLayerMixin):
         self.device = key_states.device
         self.is_initialized = True
         self._buffers = None
-        self._allocate(key_states, value_states, max(self.max_length or 0, key_states.shape[2]))
+        self._allocate(self._packed(key_states, value_states), max(self.max_length or 0, key_states.shape[2]))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens [B, 1, Q, S] and return both streams whole, as views."""
+        """Append tokens [B, 1, Q, S] and return the first two buffers whole, as views."""
         batch = key_states.shape[0]
         if self._buffers is None or (self.length == 0 and self._buffers[0].shape[0] != batch):
             self.lazy_initialization(key_states, value_states)
@@ -120,31 +204,34 @@ class StreamLayer(CacheLayerMixin):
         end = self.length + key_states.shape[2]
         if end > self.capacity:
             grown = -(-max(end, self.capacity * 5 // 4) // GRANULE) * GRANULE
-            self._allocate(*self._buffers, grown)
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            self._allocate(self._buffers, grown)
+        for buffer, new in zip(self._buffers, self._packed(key_states, value_states), strict=True):
             buffer[:, :, self.length : end] = new
         self.length = end
         return self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]
 
-    def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+    def _packed(self, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        """New tokens of the two streams as they are stored, one tensor [B, 1, Q, width] per buffer."""
+        return first, second
+
+    def _allocate(self, like: tuple[Tensor, ...], capacity: int) -> None:
         """New buffers shaped like these tensors, with room for ``capacity`` tokens, keeping what is
         stored."""
-        old = (self.keys, self.values)
-        fresh = [like.new_empty(like.shape[0], 1, capacity, like.shape[3]) for like in (keys, values)]
-        for buffer, stored in zip(fresh, old, strict=True):
-            if stored is not None:
-                buffer[:, :, : self.length] = stored
-        self._buffers = (fresh[0], fresh[1])
+        fresh = tuple(each.new_empty(each.shape[0], 1, capacity, each.shape[3]) for each in like)
+        if self._buffers is not None:
+            for buffer, stored in zip(fresh, self._buffers, strict=True):
+                buffer[:, :, : self.length] = stored[:, :, : self.length]
+        self._buffers = fresh
 
     def _select(self, index: Tensor) -> None:
         """Keep the sequences that ``index`` names, in that order, in buffers of the same capacity."""
         if self._buffers is None:
             return
         index = index.to(self.device)
-        fresh = [buffer.new_empty(len(index), *buffer.shape[1:]) for buffer in self._buffers]
+        fresh = tuple(buffer.new_empty(len(index), *buffer.shape[1:]) for buffer in self._buffers)
         for new, old in zip(fresh, self._buffers, strict=True):
             new[:, :, : self.length] = old[:, :, : self.length].index_select(0, index)
-        self._buffers = (fresh[0], fresh[1])
+        self._buffers = fresh
         if self.query_state is not None:
             self.query_state = self.query_state.index_select(0, index)
 
@@ -205,18 +292,76 @@ class StreamLayer(CacheLayerMixin):
         )
 
 
+class QuantisedLayer(StreamLayer):
+    """A layer that rounds content to 8 or 4 bits when it is written.
+
+    Its buffers are the integers of each content stream, then the scales of each, then the rotary key.
+    """
+
+    def __init__(self, widths: CacheWidths, cache_dtype: str, max_length: int | None = None):
+        super().__init__(max_length)
+        self.widths = widths
+        self.cache_dtype = cache_dtype
+
+    def _packed(self, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        content, rotary = [first], second
+        if self.widths.keys:
+            keys, rotary = first.split((self.widths.keys, self.widths.rotary), dim=-1)
+            content = [keys, second]
+        rounded = []
+        for stream in content:
+            heads = stream.unflatten(-1, (self.widths.groups, -1))
+            blocks = scale_blocks(self.cache_dtype, heads.shape[-1])
+            rounded.append(quantise(heads, CACHE_DTYPES[self.cache_dtype], blocks, torch.float16))
+        integers, scales = zip(*rounded, strict=True)
+        rotary = rotary.to(rotary_dtype(rotary.dtype))
+        return (*(each.flatten(-2) for each in integers), *(each.flatten(-2) for each in scales), rotary)
+
+    def streams(self) -> Streams:
+        """What is stored, integers and scales apart."""
+        assert self._buffers is not None
+        *content, rotary = (buffer[:, 0, : self.length] for buffer in self._buffers)
+        heads = [buffer.unflatten(-1, (self.widths.groups, -1)) for buffer in content]
+        rope_keys = rotary if self.widths.rotary else None
+        if self.widths.keys:
+            keys, values, key_scales, value_scales = heads
+            return Streams(keys, values, rope_keys, key_scales, value_scales)
+        values, value_scales = heads
+        return Streams(None, values, rope_keys, None, value_scales)
+
+
 class KeyshiftCache(Cache):
     """The cache of a keyshift model: raw streams, written in place. For inference (no gradients through it).
 
     Args:
         config: the model's.
         max_length: tokens to allocate at the first update; None grows as needed.
+        cache_dtype: ``"int8"`` or ``"int4"`` rounds content so; None keeps the model's dtype.
+
+    Raises:
+        UserError: an unknown ``cache_dtype``, or one in which this model's streams cannot be kept.
     """
 
     layers: list[StreamLayer]
 
-    def __init__(self, config: KeyshiftConfig, max_length: int | None = None):
-        super().__init__(layers=[StreamLayer(max_length) for _ in range(config.num_hidden_layers)])
+    def __init__(self, config: KeyshiftConfig, max_length: int | None = None, cache_dtype: str | None = None):
+        check_cache_dtype(config, cache_dtype)
+        self.cache_dtype = cache_dtype
+        widths = cache_widths(config)
+        super().__init__(
+            layers=[
+                StreamLayer(max_length)
+                if cache_dtype is None
+                else QuantisedLayer(widths, cache_dtype, max_length)
+                for _ in range(config.num_hidden_layers)
+            ]
+        )
+
+    def reserve(self, max_length: int) -> None:
+        """Allocate for so many tokens at the first update, unless there was one or a length was asked for."""
+        for layer in self.layers:
+            if layer.max_length is None and not layer.is_initialized:
+                layer.max_length = max_length
 
     @property
     def capacity(self) -> int:

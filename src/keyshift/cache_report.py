@@ -1,22 +1,25 @@
-"""What every mechanism would cache at a model's sizes: predicted, and measured on a real cache."""
+"""What every mechanism would cache at a model's sizes: predicted, measured, and how many sequences fit."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
-from keyshift.cache import KeyshiftCache, cache_bytes, cache_bytes_per_token
+from keyshift.cache import CACHE_DTYPES, KeyshiftCache, cache_bytes, cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, first_line, nearest
 from keyshift.modeling import KeyshiftModel
 
+TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -24,7 +27,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
     "float16": torch.float16,
+    "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
 }
+"""What may be asked for, and the model's dtype with it: rounded caches are those of bfloat16 models."""
 PAPER_ROTARY_WIDTHS = (16, 24)
 MEMORY_SHARE = 0.25
 """A whole cache is allocated only if it takes less than this share of the free memory; else one layer of
@@ -55,12 +61,42 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
         raise UserError(f"no model configuration at {name_or_path!r}: {first_line(error)}") from error
 
 
-def cache_rows(config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str) -> list[Row]:
+def parse_tokens(text: str) -> int:
+    """A number of tokens; 32k is 32,768, as contexts are counted.
+
+    Raises:
+        UserError: anything else, or none.
+    """
+    found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if found is None or int(found[1]) == 0:
+        raise UserError(f"tokens={text!r} must be a number of at least 1, such as 4096 or 32k")
+    return int(found[1]) * TOKENS[found[2]]
+
+
+def parse_memory(text: str) -> int:
+    """A number of bytes: 80GB is 80 · 10⁹, 80GiB is 80 · 2³⁰.
+
+    Raises:
+        UserError: anything else, or none.
+    """
+    try:
+        count = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        count = 0
+    if count < 1:
+        raise UserError(f"memory={text!r} must be a size, such as 80GB or 80GiB")
+    return count
+
+
+def cache_rows(
+    config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str, memory: int | None = None
+) -> list[Row]:
     """One row per mechanism: bytes per token and in total, predicted and measured, and the ratio to GQA.
 
     Args:
         config: ours, or any with Llama's names for its sizes.
         tokens: per sequence; batch: sequences; dtype: one of `DTYPES`.
+        memory: bytes for caches; the rows then say how many batches of that size fit (``sequences``).
 
     Raises:
         UserError: an unknown dtype, or sizes that the configuration lacks.
@@ -68,23 +104,24 @@ def cache_rows(config: PreTrainedConfig, *, tokens: int, batch: int, dtype: str)
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not known; {nearest(dtype, DTYPES)}")
     kind = DTYPES[dtype]
+    rounded = dtype if dtype in CACHE_DTYPES else None
     mechanisms = _mechanisms(config)
-    reference = cache_bytes_per_token(mechanisms["GQA"], kind)
+    reference = cache_bytes_per_token(mechanisms["GQA"], kind, rounded)
     rows = []
     for name, each in mechanisms.items():
-        total = cache_bytes(each, batch=batch, tokens=tokens, dtype=kind)
-        measured, layers = _measured(each, tokens, batch, kind)
-        rows.append(
-            {
-                "mechanism": name,
-                "bytes_per_token": cache_bytes_per_token(each, kind),
-                "bytes_predicted": total,
-                "bytes_measured": measured,
-                "layers_measured": layers,
-                "layers": each.num_hidden_layers,
-                "ratio_to_gqa": cache_bytes_per_token(each, kind) / reference,
-            }
-        )
+        per_token = cache_bytes_per_token(each, kind, rounded)
+        total = cache_bytes(each, batch=batch, tokens=tokens, dtype=kind, cache_dtype=rounded)
+        measured, layers = _measured(each, tokens, batch, kind, rounded)
+        row = {
+            "mechanism": name,
+            "bytes_per_token": per_token,
+            "bytes_predicted": total,
+            "bytes_measured": measured,
+            "layers_measured": layers,
+            "layers": each.num_hidden_layers,
+            "ratio_to_gqa": per_token / reference,
+        }
+        rows.append(row if memory is None else {**row, "sequences": memory // total * batch})
     return rows
 
 
@@ -143,13 +180,15 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtype) -> tuple[int | None, int]:
+def _measured(
+    config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtype, rounded: str | None
+) -> tuple[int | None, int]:
     """Allocated bytes of a real cache with that room, and how many of its layers were allocated to see.
 
     A model of one layer with random weights writes two tokens; the other layers get the same streams. None
     if not even one layer fits in memory.
     """
-    total = cache_bytes(config, batch=batch, tokens=tokens, dtype=dtype)
+    total = cache_bytes(config, batch=batch, tokens=tokens, dtype=dtype, cache_dtype=rounded)
     free = psutil.virtual_memory().available
     layers = config.num_hidden_layers if total < MEMORY_SHARE * free else 1
     if total // config.num_hidden_layers > free:
@@ -158,7 +197,7 @@ def _measured(config: KeyshiftConfig, tokens: int, batch: int, dtype: torch.dtyp
     sizes.pop("model_type", None)
     model = KeyshiftModel(KeyshiftConfig(**sizes)).to(dtype).eval()
     inputs = torch.zeros(1, min(2, tokens), config.hidden_size, dtype=dtype)
-    one, cache = KeyshiftCache(model.config), KeyshiftCache(config, max_length=tokens)
+    one, cache = KeyshiftCache(model.config), KeyshiftCache(config, tokens, rounded)
     model(inputs_embeds=inputs, past_key_values=one, use_cache=True)
     (written,) = one.layers
     one.batch_repeat_interleave(batch)
@@ -174,7 +213,8 @@ def print_cache(rows: list[Row], console: Console) -> None:
     """The table, within 80 columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("mechanism")
-    for header in ("bytes/token", "predicted", "measured", "ratio to GQA"):
+    counted = "sequences" in rows[0]
+    for header in ("bytes/token", "predicted", "measured", "ratio to GQA", *(["fit"] if counted else [])):
         table.add_column(header, justify="right")
     for row in rows:
         measured, whole = row["bytes_measured"], row["layers_measured"] == row["layers"]
@@ -184,6 +224,7 @@ def print_cache(rows: list[Row], console: Console) -> None:
             _size(row["bytes_predicted"]),
             "does not fit" if measured is None else _size(measured) + ("" if whole else "*"),
             f"{row['ratio_to_gqa']:.3f}",
+            *([f"{row['sequences']:,}"] if counted else []),
         )
     console.print(table)
     if any(0 < row["layers_measured"] < row["layers"] for row in rows):

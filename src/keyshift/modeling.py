@@ -296,6 +296,21 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
             if isinstance(module, Shift):
                 module.constrain_()
 
+    def generate(self, *args: Any, cache_dtype: str | None = None, **kwargs: Any) -> Any:
+        """As in transformers; and ``cache_dtype="int8"`` or ``"int4"`` rounds the cached content so.
+
+        Raises:
+            UserError: ``cache_dtype`` beside a cache of the caller's, or one that this model cannot have.
+        """
+        if cache_dtype is not None:
+            given = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+            if given:
+                raise UserError(
+                    f"cache_dtype={cache_dtype!r} and {given[0]} were both given; make the cache with it"
+                )
+            kwargs[CACHE_NAME] = KeyshiftCache(self.config, cache_dtype=cache_dtype)
+        return super().generate(*args, **kwargs)
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused (`generate_batch` comes through here): its pages hold expanded keys and values."""
         raise UserError(
@@ -317,12 +332,13 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """`generate()` gets a `KeyshiftCache` of exactly the length it can need, unless told otherwise."""
-        given = model_kwargs.get(CACHE_NAME) is not None
+        given = model_kwargs.get(CACHE_NAME)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_NAME)
-        if not given and isinstance(made, DynamicCache) and not made.offloading:
-            length = kwargs.get("max_cache_length", args[-1] if args else None)
-            model_kwargs[CACHE_NAME] = KeyshiftCache(self.config, max_length=length)
+        if given is None and isinstance(made, DynamicCache) and not made.offloading:
+            made = model_kwargs[CACHE_NAME] = KeyshiftCache(self.config)
+        if isinstance(made, KeyshiftCache):
+            made.reserve(kwargs["max_cache_length"] if "max_cache_length" in kwargs else args[-1])
 
 
 AutoModel.register(KeyshiftConfig, KeyshiftModel, exist_ok=True)

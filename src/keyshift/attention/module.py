@@ -21,10 +21,11 @@ from keyshift.attention import SOURCES
 from keyshift.attention.frame import Frame
 from keyshift.attention.rotary import rotate, rotation
 from keyshift.attention.shift import Shift
-from keyshift.cache import KeyshiftCache
+from keyshift.cache import KeyshiftCache, QuantisedLayer, Streams
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 from keyshift.ops.stream_attention import stream_attention
+from keyshift.ops.stream_attention.quantised import dequantise
 
 
 class Attention(nn.Module):
@@ -92,7 +93,7 @@ class Attention(nn.Module):
         if streams is None or frame.first_slot == 0:
             heads, weights = self._dense(queries, key_stream, value_stream, rope_key, frame, **kwargs)
         else:
-            heads, weights = self._cached(queries, *streams, frame), None
+            heads, weights = self._cached(queries, streams, frame), None
         return self.o_proj(heads.flatten(2)), weights
 
     @torch.no_grad()
@@ -150,8 +151,8 @@ class Attention(nn.Module):
         value_stream: Tensor,
         rope_key: Tensor | None,
         frame: Frame,
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' raw streams; the cache's two streams whole, [B, L, width] each."""
+    ) -> Streams:
+        """Write the new tokens' raw streams; all that is cached."""
         side = value_stream[..., :0] if rope_key is None else rope_key
         if key_stream is None:
             first, second = value_stream, side
@@ -161,18 +162,19 @@ class Attention(nn.Module):
                 key_stream = rotate(keys, frame.rotations[0]).flatten(2)
             first, second = torch.cat((key_stream, side), dim=-1), value_stream
         first, second = cache.update(first[:, None], second[:, None], self.layer_idx)
+        layer = cache.layers[self.layer_idx]
+        if isinstance(layer, QuantisedLayer):
+            return layer.streams()
         total = frame.first_slot + value_stream.shape[1]
-        return first[:, 0, :total], second[:, 0, :total]
+        return self._split(first[:, 0, :total], second[:, 0, :total])
 
-    def _split(self, first_BLS: Tensor, second_BLS: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Cached keys [B, L, G, D] where they are projected, values [B, L, G, S], rotary keys [B, L, d_r],
-        as views."""
+    def _split(self, first_BLS: Tensor, second_BLS: Tensor) -> Streams:
         groups = (self.source.stream_heads, -1)
         if not self.source.projects_keys:
-            return None, first_BLS.unflatten(-1, groups), second_BLS if self.rope_width else None
+            return Streams(None, first_BLS.unflatten(-1, groups), second_BLS if self.rope_width else None)
         keys, rope_keys = first_BLS.split((first_BLS.shape[-1] - self.rope_width, self.rope_width), dim=-1)
         keys, values = keys.unflatten(-1, groups), second_BLS.unflatten(-1, groups)
-        return keys, values, rope_keys if self.rope_width else None
+        return Streams(keys, values, rope_keys if self.rope_width else None)
 
     def _dense(
         self,
@@ -211,13 +213,12 @@ class Attention(nn.Module):
         )
         return heads[..., :width], weights
 
-    def _cached(self, queries: Tensor, first_BLS: Tensor, second_BLS: Tensor, frame: Frame) -> Tensor:
+    def _cached(self, queries: Tensor, streams: Streams, frame: Frame) -> Tensor:
         """Attention of the new tokens over the cached streams, [B, T, H, d_h]."""
-        keys, values, rope_keys = self._split(first_BLS, second_BLS)
         content, rotary = queries.split((self.content_width, self.rope_width), dim=-1)
         rope_queries = key_weights = None
         if self.rebuilds:
-            keys, values = self._rebuilt(first_BLS, frame)
+            streams = self._rebuilt(streams, frame, queries.dtype)
         if self.rotates_heads:
             new_queries = self._turned(content, frame)
         else:
@@ -227,12 +228,10 @@ class Attention(nn.Module):
                 rope_queries = rotate(rotary, frame.rotations[0]).transpose(1, 2)
         heads = stream_attention(
             new_queries,
-            (values if keys is None else keys).transpose(1, 2),
-            None if keys is None else values.transpose(1, 2),
+            **streams.for_attention(),
             scale=self.scaling,
             starts_BQ=frame.starts_BT,
             rope_queries_BHQR=rope_queries,
-            rope_keys_BTR=rope_keys,
             key_weights_HW=key_weights,
             value_weights_HW=self._per_query_head(self.value_shift),
             slopes_H=frame.slopes_H,
@@ -259,13 +258,16 @@ class Attention(nn.Module):
         ]
         return torch.stack(steps, dim=3).permute(0, 2, 3, 1, 4)
 
-    def _rebuilt(self, values_BLS: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of every cached token, [B, L, heads, D], computed from the streams anew."""
-        keys, values = self.source.expand(None, values_BLS)
-        back = torch.arange(-frame.first_slot, 0, device=values_BLS.device)
+    def _rebuilt(self, streams: Streams, frame: Frame, dtype: torch.dtype) -> Streams:
+        """Rotated keys and values of every cached token and head, computed from the stream anew."""
+        stored = streams.values_BLGS
+        if streams.value_scales_BLGN is not None:
+            stored = dequantise(stored, streams.value_scales_BLGN, dtype)
+        keys, values = self.source.expand(None, stored.flatten(2))
+        back = torch.arange(-frame.first_slot, 0, device=stored.device)
         positions = torch.cat((frame.positions_BT[:, :1] + back, frame.positions_BT), dim=1)
         keys = rotate(keys, rotation(positions, keys.shape[-1], self.config.rope_theta, keys.dtype))
-        return keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2)
+        return Streams(keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2), None)
 
 
 def rms(x: Tensor) -> Tensor:

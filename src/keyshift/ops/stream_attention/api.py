@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keyshift.ops.stream_attention import reference
 from keyshift.ops.stream_attention.backends import BACKENDS
 from keyshift.ops.stream_attention.library import OPERATOR
-from keyshift.ops.stream_attention import reference
 from keyshift.ops.stream_attention.quantised import channels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,13 +90,13 @@ def stream_attention(
     _check("starts_BQ", starts_BQ, (batch, new), floating=False)
     _check("lengths_B", lengths_B, (batch,), floating=False)
     _check("rope_queries_BHQR", rope_queries_BHQR, (batch, heads, new, None))
+    if rope_queries_BHQR is not None and rope_queries_BHQR.dtype != queries.dtype:
+        raise ValueError(f"rope_queries_BHQR is {rope_queries_BHQR.dtype} and queries are {queries.dtype}")
     _check("rope_keys_BTR", rope_keys_BTR, (batch, keys_BGTS.shape[2], rotary))
     _check("key_weights_HW", key_weights_HW, (heads, None))
     _check("value_weights_HW", value_weights_HW, (heads, None))
     _check("slopes_H", slopes_H, (heads,))
-    tensors = {
-        "keys_BGTS": keys_BGTS,
-        "values_BGTV": values_BGTV,
+    options = {
         "starts_BQ": starts_BQ,
         "lengths_B": lengths_B,
         "rope_queries_BHQR": rope_queries_BHQR,
@@ -107,16 +107,16 @@ def stream_attention(
         "key_scales_BGTN": key_scales_BGTN,
         "value_scales_BGTN": value_scales_BGTN,
     }
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != queries.device:
+    tensors = {"queries": queries, "keys_BGTS": keys_BGTS, "values_BGTV": values_BGTV, **options}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if tensor.device != queries.device:
             raise ValueError(f"{name} is on {tensor.device} and queries are on {queries.device}")
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (queries, *tensors.values())
-    ):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend={backend!r} has no gradients; use 'reference', or torch.no_grad()")
-        return reference.run(queries, scale=scale, **tensors)
-    return OPERATOR(queries, *tensors.values(), scale, backend)
+        return reference.run(queries, keys_BGTS, values_BGTV, scale=scale, **options)
+    return OPERATOR(queries, keys_BGTS, values_BGTV, *options.values(), scale, backend)
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], floating: bool = True) -> None:
@@ -135,14 +135,20 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], floa
 
 
 def _check_streams(
-    queries: Tensor, keys: Tensor, values: Tensor | None, key_scales: Tensor | None, value_scales: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
 ) -> None:
     if queries.dim() not in (4, 5) or keys.dim() != 4:
         raise ValueError(
             f"queries {tuple(queries.shape)} must have 4 or 5 dimensions and keys_BGTS {tuple(keys.shape)} 4"
         )
     if queries.dtype not in FLOATS:
-        raise ValueError(f"queries are {queries.dtype}; they must be {', '.join(str(kind) for kind in FLOATS)}")
+        raise ValueError(
+            f"queries are {queries.dtype}; they must be {', '.join(str(kind) for kind in FLOATS)}"
+        )
     batch, heads, new, width = queries.shape[0], queries.shape[1], queries.shape[-2], queries.shape[-1]
     if keys.shape[0] != batch or channels(keys) != width:
         raise ValueError(

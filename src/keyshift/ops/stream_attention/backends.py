@@ -1,8 +1,8 @@
 """The implementations of `stream_attention`: which there are, which this machine has, which a call gets.
 
-A backend is a module beside this one with three functions: ``run``, with the signature of
-`stream_attention_reference`; ``missing()``, why this machine cannot have it, or None; and ``refused(queries)``,
-why it cannot take tensors like these, or None. It is imported when it is first asked about.
+A backend is a module beside this one with four functions: ``run``, with the signature of `reference.run`;
+``missing()``, why this machine cannot have it, or None; ``detail()``, what there is if it can; and
+``refused(queries)``, why it cannot take tensors like these, or None. It is imported when first asked about.
 """
 
 from __future__ import annotations

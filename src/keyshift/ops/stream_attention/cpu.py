@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from keyshift.ops.stream_attention.quantised import channels
+
 FOLDER = Path(__file__).with_name("cpu_kernel")
 LIBRARY = FOLDER / "stream_attention.so"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
@@ -72,6 +74,13 @@ def missing() -> str | None:
     if _library().keyshift_digest().decode() != hashlib.sha256(sources).hexdigest():
         return "compiled from other sources than those here; install keyshift again"
     return None
+
+
+def detail() -> str:
+    """What there is, for people."""
+    first, *others = kernels()
+    also = f" (also {', '.join(others)})" if others else ""
+    return f"{first}{also}, {torch.get_num_threads()} threads"
 
 
 def refused(queries: Tensor) -> str | None:
@@ -147,65 +156,74 @@ def run(
     groups, total = keys_BGTS.shape[1], keys_BGTS.shape[2]
     if lengths_B is not None and not bool(((lengths_B >= new) & (lengths_B <= total)).all()):
         raise ValueError(f"lengths_B {lengths_B.tolist()} must be from Q={new} to T={total}")
-    queries = queries.contiguous()
-    rope_queries = None if rope_queries_BHQR is None else rope_queries_BHQR.to(queries.dtype).contiguous()
-    rope_keys = None if rope_keys_BTR is None else rope_keys_BTR[:, None]
-    keys = _stream(keys_BGTS, key_scales_BGTN)
-    values = _stream(values_BGTV, value_scales_BGTN)
-    rope = _stream(rope_keys, None)
-    small = [_floats(each) for each in (key_weights_HW, value_weights_HW, slopes_H)]
-    places = [_integers(each) for each in (starts_BQ, lengths_B)]
-    width = (values or keys)[0].width
-    out = queries.new_empty(batch, heads, new, width)
+    arguments = _Arguments()
+    keys = arguments.stream(keys_BGTS, key_scales_BGTN)
+    values = arguments.stream(values_BGTV, value_scales_BGTN)
+    width = keys.width if values_BGTV is None else values.width
     padded = -(-width // PADDING) * PADDING
     query_block = max(1, min(new, QUERY_NUMBERS // (heads * padded)))
     blocks = batch * -(-new // query_block)
     splits = max(1, min(total // SPLIT_TOKENS, MOST_TASKS // blocks))
-    partials = torch.empty(blocks * splits * heads * query_block * (padded + 2), dtype=torch.float32)
+    out = queries.new_empty(batch, heads, new, width)
     call = _Call(
-        batch,
-        heads,
-        groups,
-        new,
-        queries.shape[2] if queries.dim() == 5 else 1,
-        total,
-        scale,
-        queries.data_ptr(),
-        None if rope_queries is None else rope_queries.data_ptr(),
-        KINDS[queries.dtype],
-        keys[0],
-        _Stream() if values is None else values[0],
-        _Stream() if rope is None else rope[0],
-        1 if key_weights_HW is None else key_weights_HW.shape[1],
-        1 if value_weights_HW is None else value_weights_HW.shape[1],
-        *(None if each is None else each.data_ptr() for each in (*small, *places)),
-        out.data_ptr(),
-        query_block,
-        splits,
-        partials.data_ptr(),
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        queries=new,
+        steps=queries.shape[2] if queries.dim() == 5 else 1,
+        tokens=total,
+        scale=scale,
+        query=arguments.whole(queries),
+        rope_query=arguments.whole(rope_queries_BHQR),
+        query_kind=KINDS[queries.dtype],
+        keys=keys,
+        values=values,
+        rope_keys=arguments.stream(None if rope_keys_BTR is None else rope_keys_BTR[:, None], None),
+        key_window=1 if key_weights_HW is None else key_weights_HW.shape[1],
+        value_window=1 if value_weights_HW is None else value_weights_HW.shape[1],
+        key_weights=arguments.whole(key_weights_HW, torch.float32),
+        value_weights=arguments.whole(value_weights_HW, torch.float32),
+        slopes=arguments.whole(slopes_H, torch.float32),
+        starts=arguments.whole(starts_BQ, torch.int64),
+        lengths=arguments.whole(lengths_B, torch.int64),
+        out=arguments.whole(out),
+        query_block=query_block,
+        splits=splits,
+        partials=arguments.whole(
+            torch.empty(blocks * splits * heads * query_block * (padded + 2), dtype=torch.float32)
+        ),
     )
     index = next(iter(kernels().values())) if kernel is None else kernels()[kernel]
     _library().keyshift_stream_attention(ctypes.byref(call), index, torch.get_num_threads(), _parallel())
     return out
 
 
-def _stream(stream: Tensor | None, scales: Tensor | None) -> tuple[_Stream, Tensor, Tensor | None] | None:
-    """A stream as the kernel wants it, and what must live as long."""
-    if stream is None:
-        return None
-    stream = stream if stream.stride(-1) == 1 else stream.contiguous()
-    described = _Scales()
-    if scales is not None:
-        scales = scales if scales.stride(-1) == 1 else scales.contiguous()
-        described = _Scales(scales.data_ptr(), KINDS[scales.dtype], scales.shape[3], *scales.stride()[:3])
-    width = stream.shape[-1] * (2 if stream.dtype == torch.uint8 else 1)
-    found = _Stream(stream.data_ptr(), KINDS[stream.dtype], width, *stream.stride()[:3], described)
-    return found, stream, scales
+class _Arguments:
+    """Tensors as the kernel wants them, kept until it has run."""
 
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
 
-def _floats(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
+    def whole(self, tensor: Tensor | None, dtype: torch.dtype | None = None) -> int | None:
+        """The address of a tensor made contiguous, in this dtype; None where there is none."""
+        if tensor is None:
+            return None
+        self.kept.append(tensor.to(dtype or tensor.dtype).contiguous())
+        return self.kept[-1].data_ptr()
 
+    def stream(self, stream: Tensor | None, scales: Tensor | None) -> _Stream:
+        """A stream in place, wherever its channels lie side by side."""
+        if stream is None:
+            return _Stream()
+        stream = self._side_by_side(stream)
+        described = _Scales()
+        if scales is not None:
+            scales = self._side_by_side(scales)
+            described = _Scales(scales.data_ptr(), KINDS[scales.dtype], scales.shape[3], *scales.stride()[:3])
+        return _Stream(
+            stream.data_ptr(), KINDS[stream.dtype], channels(stream), *stream.stride()[:3], described
+        )
 
-def _integers(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.long().contiguous()
+    def _side_by_side(self, tensor: Tensor) -> Tensor:
+        self.kept.append(tensor if tensor.stride(-1) == 1 else tensor.contiguous())
+        return self.kept[-1]

@@ -18,6 +18,11 @@ def missing() -> str | None:
     return None
 
 
+def detail() -> str:
+    """What it is, for people."""
+    return "plain PyTorch: every device and dtype, gradients"
+
+
 def refused(queries: Tensor) -> str | None:
     """None: it takes every device and dtype."""
     return None

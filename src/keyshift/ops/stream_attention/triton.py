@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ def missing() -> str | None:
     if not (torch.cuda.is_available() or _interpreted()):
         return "there is no GPU"
     return None
+
+
+def detail() -> str:
+    """What it runs on."""
+    gpu = "interpreted on the CPU" if _interpreted() else f"on {torch.cuda.get_device_name()}"
+    return f"triton {importlib.metadata.version('triton')} {gpu}"
 
 
 def refused(queries: Tensor) -> str | None:
@@ -81,7 +88,7 @@ def machine(device: int) -> Machine:
 def tile_for(
     gpu: Machine, rows: int, widths: tuple[int, ...], window: int, dtype: torch.dtype, quantised: bool
 ) -> Tile:
-    """The largest tile that fits and whose registers are not spilled (tests/test_triton.py compiles them).
+    """The largest tile that fits and, in half precision, spills no registers (tests/test_triton.py looks).
 
     Args:
         gpu: where it runs.

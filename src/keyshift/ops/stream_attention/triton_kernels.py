@@ -84,6 +84,7 @@ def attend(
     if starts is not None:
         start_M = tl.maximum(tl.load(starts + batch * NEW + new_M), 0).to(tl.int32)
     first, end = tl.min(start_M), tl.max(own_M) + 1
+    # Every split has whole blocks, so that only the last one, which `until_own_MN` bounds, can be cut short.
     share = tl.cdiv(tl.cdiv(end - first, splits), OWNED) * OWNED
     begin = first + split * share
     stop = tl.minimum(begin + share, end)
@@ -97,7 +98,6 @@ def attend(
     for at in range(begin - HALO, stop - HALO, OWNED):
         slot_N = at + tl.arange(0, BLOCK_N)
         read_N = (slot_N >= first) & (slot_N < end)
-        owned_N = (slot_N >= at + HALO) & (slot_N < stop)
         since_start_MN = slot_N[None, :] - start_M[:, None]
         until_own_MN = own_M[:, None] - slot_N[None, :]
 
@@ -105,34 +105,28 @@ def attend(
             keys, key_scales, batch, group, slot_N, read_N, dtype, KEY_WIDTH, KEYS_PER_SCALE, BLOCK_S
         )
         score_MN = tl.dot(q_MS, k_NS.T, input_precision="ieee")
-        raw_MN = score_MN
         if key_weights is not None:
-            score_MN *= _weight(key_weights, head_M, 0, KEY_WINDOW)
-        for back in tl.static_range(1, KEY_WINDOW):
-            if key_weights is not None:
-                moved_MN = _moved(raw_MN, back) * _weight(key_weights, head_M, back, KEY_WINDOW)
-            else:
+            score_MN = _keys_moved(score_MN, key_weights, head_M, since_start_MN, KEY_WINDOW)
+        else:
+            for back in tl.static_range(1, KEY_WINDOW):
                 back_MS = _rows(queries, query_M + back * NEW, KEY_WIDTH, BLOCK_S)
                 moved_MN = _moved(tl.dot(back_MS, k_NS.T, input_precision="ieee"), back)
-            score_MN += tl.where(since_start_MN >= back, moved_MN, 0)
+                score_MN += tl.where(since_start_MN >= back, moved_MN, 0)
         if rope_keys is not None:
             k_rope_NR = _block(rope_keys, None, batch, 0, slot_N, read_N, dtype, ROPE_WIDTH, None, BLOCK_R)
             score_MN = tl.dot(q_rope_MR, k_rope_NR.T, score_MN, input_precision="ieee")
         score_MN *= scale * LOG2_E
         if slopes is not None:
             score_MN -= _weight(slopes, head_M, 0, 1) * LOG2_E * until_own_MN
-        visible_MN = (since_start_MN >= 0) & (until_own_MN >= 0) & owned_N[None, :]
-        score_MN = tl.where(visible_MN, score_MN, float("-inf"))
+        visible_MN = (since_start_MN >= 0) & (until_own_MN >= 0)
+        score_MN = tl.where(visible_MN & (slot_N >= at + HALO)[None, :], score_MN, float("-inf"))
 
         before_M, maximum_M = maximum_M, tl.maximum(maximum_M, tl.max(score_MN, 1))
         kept_M = tl.exp2(before_M - _finite(maximum_M))
         p_MN = tl.exp2(score_MN - _finite(maximum_M)[:, None])
         sum_M = sum_M * kept_M + tl.sum(p_MN, 1)
         if value_weights is not None:
-            flow_MN = p_MN * _weight(value_weights, head_M, 0, VALUE_WINDOW)
-            for ahead in tl.static_range(1, VALUE_WINDOW):
-                flow_MN += _moved(p_MN, -ahead) * _weight(value_weights, head_M, ahead, VALUE_WINDOW)
-            p_MN = flow_MN
+            p_MN = _values_moved(p_MN, value_weights, head_M, since_start_MN, VALUE_WINDOW)
         v_NV = k_NS
         if values is not None:
             v_NV = _block(
@@ -179,6 +173,25 @@ def combine(
 def _finite(maximum):
     """What scores are subtracted from: 0 where there is none yet, so that their weights are 0 and not NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _keys_moved(u_MN, key_weights, head_M, since_start_MN, WINDOW: tl.constexpr):
+    """Σ_m a_m u_{j-m}, without what lies before the start."""
+    score_MN = u_MN * _weight(key_weights, head_M, 0, WINDOW)
+    for back in tl.static_range(1, WINDOW):
+        moved_MN = _moved(u_MN, back) * _weight(key_weights, head_M, back, WINDOW)
+        score_MN += tl.where(since_start_MN >= back, moved_MN, 0)
+    return score_MN
+
+
+@triton.jit
+def _values_moved(p_MN, value_weights, head_M, since_start_MN, WINDOW: tl.constexpr):
+    """Σ_m b_m p_{j+m}: how much of every slot's value arrives, nothing from before the start."""
+    flow_MN = p_MN * _weight(value_weights, head_M, 0, WINDOW)
+    for ahead in tl.static_range(1, WINDOW):
+        flow_MN += _moved(p_MN, -ahead) * _weight(value_weights, head_M, ahead, WINDOW)
+    return tl.where(since_start_MN >= 0, flow_MN, 0)
 
 
 @triton.jit

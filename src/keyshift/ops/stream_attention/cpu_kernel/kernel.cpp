@@ -680,7 +680,7 @@ Task<E>::Task(const Call &call, int64_t index)
     : call(call), per_group(call.heads / call.groups), width(padded<E>(call.keys.width)),
       rotary(call.rope_keys.data ? padded<E>(call.rope_keys.width) : 0), value_width(padded<E>(values().width)),
       halo(std::max({call.steps, call.key_window, call.value_window}) - 1),
-      block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 16, 128)),
+      block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 2 * PER_VECTOR<E>, 128)),
       lead((halo + 15) / 16 * 16), reach(lead + (block + 2 * halo + 31) / 32 * 32) {
     const int64_t split = index % call.splits, rest = index / call.splits;
     b = rest / query_blocks(call);
