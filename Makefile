@@ -3,6 +3,8 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What is compiled on installation.
+KERNEL := hatch_build.py $(wildcard src/keyshift/ops/*/cpu_kernel/*.cpp src/keyshift/ops/*/cpu_kernel/*.h)
 OUT ?= runs/induction
 # The oldest transformers that pyproject.toml promises; test-oldest runs what depends on it, in its own environment.
 OLDEST ?= transformers==5.16.0
@@ -41,7 +43,7 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(KERNEL)
 	$(BIN)/python -m pip install --quiet -e .
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernel when the package is built or installed. Without a compiler the package is pure Python."""
+"""Compiles the CPU kernel when the package is built or installed; without a compiler it stays pure Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -18,7 +17,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = Path("src/keyshift/ops/stream_attention/cpu_kernel")
 LIBRARY = "stream_attention.so"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-pthread"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
+AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mfma",
+    "-mf16c",
+    "-mprefer-vector-width=512",
+]
 INSTRUCTION_SETS: dict[str, list[str]] = {"baseline": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS |= {
@@ -32,27 +39,38 @@ class CompileKernel(BuildHookInterface):
     """Adds the compiled kernel to a wheel, or to the source tree of an editable installation."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        folder = Path(self.root) / SOURCES
-        problem = compile_kernel(folder)
+        sources = Path(self.root) / SOURCES
+        self.scratch = tempfile.TemporaryDirectory()
+        library = (sources if version == "editable" else Path(self.scratch.name)) / LIBRARY
+        problem = compile_kernel(sources, library)
         if problem is not None:
-            print(f"keyshift: the CPU kernel is not built, decoding will be slower: {problem}", file=sys.stderr)
-            (folder / LIBRARY).unlink(missing_ok=True)
+            print(
+                f"keyshift: the CPU kernel is not built, decoding will be slower: {problem}", file=sys.stderr
+            )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append(f"/{SOURCES / LIBRARY}")
+        if version != "editable":
+            build_data["force_include"][str(library)] = str(SOURCES.relative_to("src") / LIBRARY)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        self.scratch.cleanup()
 
 
-def compile_kernel(folder: Path) -> str | None:
-    """Build the library in ``folder`` from the sources there; why not, if it cannot be done.
+def compile_kernel(folder: Path, library: Path) -> str | None:
+    """Build the library from the sources in ``folder``; why not, if it cannot be done.
 
     The kernel is compiled once for each instruction set that the compiler knows.
     """
     named = os.environ.get("CXX")
-    compiler = shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
+    compiler = (
+        shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
+    )
     if compiler is None:
         return f"CXX={named!r} is not there" if named else "there is no g++ or clang++"
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]*")))).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]*")))
+    ).hexdigest()
     with tempfile.TemporaryDirectory() as scratch:
         objects, known = [], []
         for name, flags in INSTRUCTION_SETS.items():
@@ -70,7 +88,7 @@ def compile_kernel(folder: Path) -> str | None:
         done = subprocess.run([compiler, *link], capture_output=True, text=True)
         if done.returncode:
             return f"{compiler} failed:\n{done.stderr}"
-        waiting = folder / f"{LIBRARY}.new"
+        waiting = library.with_suffix(".so.new")
         shutil.copy2(built, waiting)
-        waiting.replace(folder / LIBRARY)
+        waiting.replace(library)
     return None

@@ -1,6 +1,6 @@
 """`generate()` at growing context: our mechanisms against transformers' own classes of the same sizes.
 
-    python benchmarks/generate.py [--rounds 9] [--contexts 2048 8192 32768] [--dtype float32]
+    python benchmarks/generate.py [--rounds 7] [--contexts 2048 8192 32768] [--dtype float32]
 
 Models of about 100M parameters with random weights: 12 layers, 768 wide, 12 heads of 64, 4 groups, vocabulary
 32,000, tied embeddings; MLA with a latent of 256; rotary width 32 where it is decoupled. GQA and GVA are
@@ -8,7 +8,7 @@ held against `LlamaForCausalLM`, MLA against `DeepseekV3ForCausalLM` with dense 
 cache that its own `generate()` picks (`DynamicCache`). One sequence, greedy.
 
 - The cache is filled with random numbers up to the context, since the time of a step does not depend on
-  them, and `generate()` continues it. A round generates 8 tokens with every model, in random order; a model's
+  them, and `generate()` continues it. A round generates 4 tokens with every model, in random order; a model's
   time is the median interval between tokens, and ratios are medians over rounds.
 - Memory is measured in a process of its own for each model: the peak resident memory (Linux: VmHWM) while 16
   tokens are generated at the longest context, over what was resident before the cache was made. Predicted is
@@ -45,7 +45,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from keyshift import KeyshiftCache, KeyshiftConfig, KeyshiftForCausalLM, cache_bytes
 from keyshift.modeling import CACHE_NAME
 
-NEW = 8
+NEW = 4
+CHUNK = 1024
 SIZES = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -97,8 +98,10 @@ def filled_cache(model: Any, tokens: int, room: int) -> Cache:
     )
     model(torch.zeros(1, 1, dtype=torch.long), **{CACHE_NAME: cache}, use_cache=True)
     for layer in cache.layers:
-        first, second = ((s[:, :, :1] * 0).expand(-1, -1, tokens - 1, -1) for s in (layer.keys, layer.values))
-        layer.update(torch.randn_like(first), torch.randn_like(second))
+        for stored in range(1, tokens, CHUNK):  # in chunks, so that the noise itself takes no memory
+            new = min(CHUNK, tokens - stored)
+            shapes = ((*each.shape[:2], new, each.shape[3]) for each in (layer.keys, layer.values))
+            layer.update(*(torch.randn(shape, dtype=layer.keys.dtype) for shape in shapes))
     return cache
 
 
@@ -167,7 +170,7 @@ def memory(name: str, sizes: dict[str, Any], context: int, dtype: torch.dtype, t
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=9)
+    parser = arguments(__doc__, rounds=7)
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--figure", type=Path, help="where to draw tokens/s over context length")

@@ -385,7 +385,9 @@ def test_cached_scalars_of_the_papers_table() -> None:
         groups = {} if attention in ("mha", "mqa", "mla") else {"num_key_value_heads": 4}
         chosen = KeyshiftConfig(**{**sizes, **groups, "attention": attention, "position": "none", **changes})
         widths = cache_widths(chosen)
-        assert cache_bytes_per_token(chosen, torch.bfloat16) == 2 * (widths.keys + widths.values + widths.rotary)
+        assert cache_bytes_per_token(chosen, torch.bfloat16) == 2 * (
+            widths.keys + widths.values + widths.rotary
+        )
         return widths.keys + widths.values + widths.rotary
 
     assert scalars("mha") == 2 * 8 * 64

@@ -79,9 +79,11 @@ def check_cache_dtype(config: KeyshiftConfig, cache_dtype: str | None) -> None:
     if cache_dtype is None:
         return
     if cache_dtype not in CACHE_DTYPES:
-        raise UserError(f"cache_dtype={cache_dtype!r} is not known; {nearest(cache_dtype, CACHE_DTYPES)}")
+        raise UserError(
+            f"cache_dtype={cache_dtype!r} is not known; {nearest(str(cache_dtype), CACHE_DTYPES)}"
+        )
     widths = cache_widths(config)
-    odd = [width for width in (widths.keys, widths.values) if width // widths.groups % 2]
+    odd = [head for width in (widths.keys, widths.values) if (head := width // widths.groups) % 2]
     if cache_dtype == "int4" and odd:
         raise UserError(f"cache_dtype='int4' packs pairs of channels; a head of {odd[0]} is odd: use 'int8'")
 

@@ -120,11 +120,11 @@ def stream_attention(
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], floating: bool = True) -> None:
-    """Where there is a tensor, it has this shape (None is any size) and is of floats, or of integers."""
+    """Where there is a tensor, it has this shape (None: any size but 0) and is of floats, or of integers."""
     if tensor is None:
         return
     fits = tensor.dim() == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+        have == want or (want is None and have > 0) for want, have in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)

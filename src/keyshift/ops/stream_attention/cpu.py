@@ -70,6 +70,10 @@ def missing() -> str | None:
     """Why the kernel is not there."""
     if not LIBRARY.exists():
         return "not compiled; install g++ or clang++, then install keyshift again"
+    try:
+        _library()
+    except OSError as error:
+        return f"cannot be loaded ({error}); install keyshift again"
     sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*")))
     if _library().keyshift_digest().decode() != hashlib.sha256(sources).hexdigest():
         return "compiled from other sources than those here; install keyshift again"
@@ -80,7 +84,8 @@ def detail() -> str:
     """What there is, for people."""
     first, *others = kernels()
     also = f" (also {', '.join(others)})" if others else ""
-    return f"{first}{also}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{first}{also}, {threads} thread{'s' * (threads > 1)}"
 
 
 def refused(queries: Tensor) -> str | None:
@@ -156,6 +161,7 @@ def run(
     groups, total = keys_BGTS.shape[1], keys_BGTS.shape[2]
     if lengths_B is not None and not bool(((lengths_B >= new) & (lengths_B <= total)).all()):
         raise ValueError(f"lengths_B {lengths_B.tolist()} must be from Q={new} to T={total}")
+    rope_keys = None if rope_keys_BTR is None else _known(rope_keys_BTR[:, None])
     arguments = _Arguments()
     keys = arguments.stream(keys_BGTS, key_scales_BGTN)
     values = arguments.stream(values_BGTV, value_scales_BGTN)
@@ -178,7 +184,7 @@ def run(
         query_kind=KINDS[queries.dtype],
         keys=keys,
         values=values,
-        rope_keys=arguments.stream(None if rope_keys_BTR is None else rope_keys_BTR[:, None], None),
+        rope_keys=arguments.stream(rope_keys, None),
         key_window=1 if key_weights_HW is None else key_weights_HW.shape[1],
         value_window=1 if value_weights_HW is None else value_weights_HW.shape[1],
         key_weights=arguments.whole(key_weights_HW, torch.float32),
@@ -196,6 +202,11 @@ def run(
     index = next(iter(kernels().values())) if kernel is None else kernels()[kernel]
     _library().keyshift_stream_attention(ctypes.byref(call), index, torch.get_num_threads(), _parallel())
     return out
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """In a dtype that the kernel reads."""
+    return tensor if tensor.dtype in KINDS else tensor.float()
 
 
 class _Arguments:
@@ -218,7 +229,7 @@ class _Arguments:
         stream = self._side_by_side(stream)
         described = _Scales()
         if scales is not None:
-            scales = self._side_by_side(scales)
+            scales = self._side_by_side(_known(scales))
             described = _Scales(scales.data_ptr(), KINDS[scales.dtype], scales.shape[3], *scales.stride()[:3])
         return _Stream(
             stream.data_ptr(), KINDS[stream.dtype], channels(stream), *stream.stride()[:3], described

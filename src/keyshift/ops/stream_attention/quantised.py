@@ -23,6 +23,8 @@ def quantise(
 ) -> tuple[Tensor, Tensor]:
     """Round a stream to integers, symmetrically, each block of channels by its own largest magnitude.
 
+    A block with NaN, infinity or numbers too large for a scale of this dtype reads as NaN.
+
     Args:
         stream: [..., S], floats.
         dtype: torch.int8, or torch.uint8 for four bits.
@@ -43,7 +45,7 @@ def quantise(
     # What is divided by is what will be multiplied by: the scale as it is stored.
     divisor = scales.to(parts).unsqueeze(-1)
     steps = (
-        torch.where(divisor > 0, parts / divisor, 0)
+        torch.where((divisor > 0) & divisor.isfinite(), parts / divisor, 0)
         .round()
         .clamp(-LARGEST[dtype], LARGEST[dtype])
         .flatten(-2)

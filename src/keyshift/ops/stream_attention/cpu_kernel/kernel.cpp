@@ -581,7 +581,8 @@ void outputs(float *out, int64_t stride, const float *corrections, const E *weig
     constexpr int N = WIDE<M>, LEAST = PER_VECTOR<E> / LANES;
     int64_t i = 0;
     for (; i + N * LANES <= width; i += N * LANES)
-        outputs_tile<M, N>(out + i, stride, corrections, weights, reach, Rows<E>{v.data + i, v.stride}, tokens, ahead);
+        outputs_tile<M, N>(out + i, stride, corrections, weights, reach, Rows<E>{v.data + i, v.stride}, tokens,
+                           ahead);
     for (; i < width; i += PER_VECTOR<E>)
         outputs_tile<M, LEAST>(out + i, stride, corrections, weights, reach, Rows<E>{v.data + i, v.stride}, tokens,
                                ahead);
@@ -820,27 +821,24 @@ void Task<E>::attend(const Block &at, int64_t row, const float *k_scales, const 
                [this](int64_t vectors) { fetch(vectors); });
 }
 
-// Weights in the numbers that are multiplied; a zero behind them.
+// Weights in the numbers that are multiplied; zeros are behind them.
 template <typename E>
-const E *Task<E>::narrowed(const float *weights, int64_t rows, int64_t tokens) {
+const E *Task<E>::narrowed(const float *weights, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t tokens) {
     if constexpr (std::is_same_v<E, float>) {
         return weights;
     } else {
 #if defined(__AVX512BF16__)
-        for (int64_t m = 0; m < rows; m++) {
+        for (int64_t m = 0; m < rows; m++)
             for (int64_t t = 0; t < tokens; t += 16) {
                 const __m256bh sixteen = _mm512_cvtneps_pbh(__m512(load(weights + m * reach + t)));
                 std::memcpy(narrow + m * reach + t, &sixteen, 32);
             }
-            if (tokens % 2) narrow[m * reach + tokens] = 0;
-        }
 #endif
         return narrow;
     }
 }
 
-// Scores, shifted where there is a shift: four rows at a time, since squares of rows and tokens
-// load least.
+// Scores, shifted where there is a shift: four rows at a time, since squares of rows and tokens load least.
 template <typename E>
 template <int M>
 void Task<E>::score(const Block &at, int64_t row, const float *k_scales, float *into) {
@@ -909,7 +907,7 @@ void Task<E>::soften(const Block &at, int64_t row, float *corrections) {
         const float maximum = largest(most[m]);
         // While nothing but -inf was seen any finite number serves, and -inf would make NaN of it.
         shifts[m] = maximum == -INFINITE ? 0 : maximum;
-        changes[m] = maxima[index + m] == maximum ? 0 : maxima[index + m] - shifts[m];
+        changes[m] = maxima[index + m] - shifts[m];
         maxima[index + m] = maximum;
     }
     store(changes, exponential(load(changes)));
@@ -942,7 +940,7 @@ void Task<E>::flow(const Block &at, int64_t row, const float *p, float *flowed) 
 
 // ---- what dispatch.cpp calls ---------------------------------------------------------------------------------
 
-bool fits_brain(const Stream &stream) {
+[[maybe_unused]] bool fits_brain(const Stream &stream) {
     if (!stream.data || stream.kind == BFLOAT16) return true;
     return (stream.kind == INT8 || stream.kind == INT4) && scales_tokens(stream);
 }
