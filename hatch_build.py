@@ -44,9 +44,7 @@ class CompileKernel(BuildHookInterface):
         library = (sources if version == "editable" else Path(self.scratch.name)) / LIBRARY
         problem = compile_kernel(sources, library)
         if problem is not None:
-            print(
-                f"keyshift: the CPU kernel is not built, decoding will be slower: {problem}", file=sys.stderr
-            )
+            self.app.display_warning(f"keyshift: no CPU kernel, decoding will be slower: {problem}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
