@@ -41,6 +41,7 @@ from pairing import Check, Times, arguments, at_least, at_most, finish, ratio, s
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from keyshift.cache import SCALE_DTYPE
 from keyshift.ops.stream_attention import cpu, stream_attention
 from keyshift.ops.stream_attention.quantised import quantise
 
@@ -110,7 +111,7 @@ def grouped(setting: Setting) -> None:
     for bits, kind, blocks in ((8, torch.int8, 1), (4, torch.uint8, WIDTH // 32)):
         integers, scales = (
             each.transpose(1, 2).contiguous().transpose(1, 2)
-            for each in quantise(keys, kind, blocks, torch.float16)
+            for each in quantise(keys, kind, blocks, SCALE_DTYPE)
         )
         rounded = {**gva, "keys_BGTS": integers, "key_scales_BGTN": scales}
         setting.add_ours(f"GVA int{bits}", 2 * WIDTH + ROTARY, **rounded)
@@ -164,9 +165,9 @@ class Machine:
     """The rates that no kernel can exceed, measured by ``machine.cpp``."""
 
     def __init__(self, folder: Path):
-        compiler = next(
-            filter(None, (shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++")))
-        )
+        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+        if compiler is None:
+            raise SystemExit("error: there is no compiler; set CXX, or install g++ or clang++")
         library = folder / "machine.so"
         flags = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
         source = Path(__file__).with_name("machine.cpp")

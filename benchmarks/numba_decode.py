@@ -14,7 +14,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numba
+try:
+    import numba
+except ImportError:
+    sys.exit("error: numba is not installed: pip install numba")
 import numpy as np
 import torch
 from pairing import arguments, at_least, finish, ratio, say, timed

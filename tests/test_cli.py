@@ -1,5 +1,8 @@
 """The command line as a user meets it: exit codes, one-line errors, JSON, 80 columns, a quick help."""
 
+from __future__ import annotations
+
+import io
 import json
 import os
 import subprocess
@@ -7,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from keyshift.ops.stream_attention import backends, cpu
 
 LLAMA = {
     "model_type": "llama",
@@ -77,6 +83,60 @@ def test_cache_fits_80_columns_and_shows_a_checkpoint_of_ours_first(tmp_path):
     assert lines[1].startswith("this model")
 
 
+BYTES_PER_HEAD = {
+    "bf16": lambda width: 2 * width,
+    "int8": lambda width: width + 2,
+    "int4": lambda width: width // 2 + width // 32 * 2,
+}
+"""Of one token, with its float16 scales."""
+
+
+@pytest.mark.parametrize("dtype", BYTES_PER_HEAD)
+def test_cache_says_how_many_sequences_fit(config: str, dtype: str) -> None:
+    options = ["--memory", "80GB", "--tokens", "32k", "--dtype", dtype, "--json"]
+    rows = json.loads(keyshift("cache", config, *options).stdout)
+    head = BYTES_PER_HEAD[dtype]
+    layer = {
+        "MHA": 2 * 16 * head(64),
+        "GQA": 2 * 4 * head(64),
+        "GQA + KV shift": 2 * 4 * head(64),
+        "MQA": 2 * head(64),
+        "MLA": head(4 * 64) + 2 * 32,
+        "shared KV": 4 * head(64),
+        "GVA, no rotary key": 4 * head(64),
+        "GVA, d_r = 16": 4 * head(64) + 2 * 16,
+        "GVA, d_r = 16 + shift": 4 * head(64) + 2 * 16,
+        "GVA, d_r = 24": 4 * head(64) + 2 * 24,
+    }
+    assert {row["mechanism"]: row["bytes_per_token"] for row in rows} == {
+        name: 3 * size for name, size in layer.items()
+    }
+    for row in rows:
+        sequence = 32_768 * row["bytes_per_token"]
+        assert row["bytes_measured"] == row["bytes_predicted"] == sequence
+        assert row["sequences"] == 80_000_000_000 // sequence
+
+
+def test_cache_counts_the_state_of_a_shifted_query_once_per_sequence() -> None:
+    from keyshift import KeyshiftConfig
+    from keyshift.cache_report import cache_rows
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = KeyshiftConfig(**sizes, shift="qkv", shift_window=3)
+    ours = cache_rows(config, tokens=10, batch=1, dtype="int8", memory=100_000)[0]
+    sequence = 2 * (10 * 2 * 2 * (16 + 2) + 2 * 4 * 16 * 2)
+    assert ours["mechanism"] == "this model"
+    assert ours["bytes_measured"] == ours["bytes_predicted"] == sequence
+    assert ours["sequences"] == 100_000 // sequence
+
+
+def test_cache_fits_80_columns_with_many_sequences_too(config: str) -> None:
+    done = keyshift("cache", config, "--memory", "10TB", "--tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert f"{10 * 10**12 // (16 * 3 * 2 * 2 * 64):,}" in done.stdout  # MQA's, the most
+
+
 def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
     from keyshift import cache_report
 
@@ -91,6 +151,11 @@ def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
     [
         (["cache", "nowhere/config.json"], "nowhere/config.json"),
         (["cache", "CONFIG", "--dtype", "int9"], "dtype='int9'"),
+        (["cache", "CONFIG", "--memory", "80XB"], "memory='80XB'"),
+        (["cache", "CONFIG", "--memory", "0"], "memory='0'"),
+        (["cache", "CONFIG", "--memory", "80GB", "--batch", "2"], "leave out --batch=2"),
+        (["cache", "CONFIG", "--tokens", "32q"], "tokens='32q'"),
+        (["cache", "CONFIG", "--tokens", "0k"], "tokens='0k'"),
         (["compare", "inducton"], "did you mean 'induction'"),
         (["compare", "text"], "no text to read"),
         (["compare", "text", "nowhere.txt"], "nowhere.txt"),
@@ -109,6 +174,47 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, mess
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stdout.strip() == ""
+
+
+def test_doctor_lists_every_backend_as_the_backends_themselves_do() -> None:
+    rows = json.loads(keyshift("doctor", "--json").stdout)
+    assert [row["backend"] for row in rows] == list(backends.BACKENDS)
+    for row in rows:
+        assert set(row) == {"operation", "backend", "available", "detail"}
+        assert row["operation"] == "stream_attention"
+        reason = backends.missing(row["backend"])
+        assert row["available"] == (reason is None)
+        assert row["detail"] if reason is None else row["detail"] == reason
+
+
+def test_doctor_fits_80_columns() -> None:
+    done = keyshift("doctor")
+    assert done.returncode == 0, done.stderr
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    best = "reference" if backends.missing("cpu") else "cpu"
+    assert f"generate() decodes on the CPU with: {best}" in lines
+    for name in backends.BACKENDS:
+        here = "no" if backends.missing(name) else "yes"
+        assert any(line.split()[:2] == [name, here] for line in lines)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_doctor_says_what_decodes_and_why_not_the_kernel(
+    missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from keyshift.doctor import backend_rows, print_backends
+
+    reason = "not compiled; install g++ or clang++, then install keyshift again"
+    monkeypatch.setattr(cpu, "missing", lambda: reason if missing else None)
+    monkeypatch.setattr(cpu, "kernels", lambda: {"avx2": 0, "baseline": 1})
+    printed = io.StringIO()
+    print_backends(backend_rows(), Console(file=printed, width=80))
+    words = " ".join(printed.getvalue().split())
+    assert (reason in words) == missing
+    assert ("avx2 (also baseline), 1 thread" in words) == (not missing)
+    assert f"decodes on the CPU with: {'reference' if missing else 'cpu'}" in words
+    assert max(map(len, printed.getvalue().splitlines())) <= 80
 
 
 def test_compare_prints_a_table_or_json(tmp_path):

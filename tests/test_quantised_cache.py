@@ -7,6 +7,7 @@ made in double precision, where two ways of computing a number do not round it t
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ from keyshift import (
 from keyshift.attention.frame import Frame
 from keyshift.attention.module import Attention
 from keyshift.attention.rotary import Rotation, rotate
-from keyshift.cache import CACHE_DTYPES
+from keyshift.cache import CACHE_DTYPES, SCALE_DTYPE
 from keyshift.ops.stream_attention.quantised import LARGEST, dequantise, quantise
 
 MODELS = [*FEW, case("gqa", "decoupled_rope", "kv")]
@@ -71,7 +72,7 @@ def streams(draw: st.DrawFn, kind: torch.dtype) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_number_is_off_by_half_a_step_and_what_the_scale_was_rounded_by(
+def test_a_number_is_off_by_at_most_half_a_step_and_the_rounding_of_its_scale(
     kind: torch.dtype, scale_dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """A scale is rounded relatively, or, below the smallest normal number, to a multiple of the smallest."""
@@ -89,6 +90,7 @@ def test_a_number_is_off_by_half_a_step_and_what_the_scale_was_rounded_by(
 
 @every_kind
 @given(magnitude=st.floats(0.01, 1e5), signs=st.lists(st.sampled_from((-1, 1)), min_size=8, max_size=8))
+@settings(deadline=None)
 def test_a_block_of_one_magnitude_is_off_by_the_rounding_of_its_scale(
     kind: torch.dtype, magnitude: float, signs: list[int]
 ) -> None:
@@ -139,8 +141,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float64) -> KeyshiftForCausalLM
 @functools.cache
 def rounding(case: Case, cache_dtype: str, dtype: torch.dtype = torch.float64) -> KeyshiftForCausalLM:
     """The same model, but full passes see its streams as they would come out of a rounded cache."""
-    torch.manual_seed(0)
-    model = KeyshiftForCausalLM(case.config(**SIZES)).eval().to(dtype)
+    model = copy.deepcopy(plain(case, dtype))
     for block in model.model.layers:
         round_streams(block.self_attn, cache_dtype)
     return model
@@ -154,7 +155,7 @@ def round_streams(attention: Attention, cache_dtype: str) -> None:
     def rounded(stream: Tensor) -> Tensor:
         width = stream.shape[-1]
         blocks = width // 32 if cache_dtype == "int4" and width % 32 == 0 else 1
-        return dequantise(*quantise(stream, CACHE_DTYPES[cache_dtype], blocks, torch.float16), stream.dtype)
+        return dequantise(*quantise(stream, CACHE_DTYPES[cache_dtype], blocks, SCALE_DTYPE), stream.dtype)
 
     def attend_to_rounded(
         queries: Tensor,
@@ -218,7 +219,7 @@ def test_lower_precision_decodes_about_as_well_as_its_full_pass(
 
 @every_model
 def test_fewer_bits_cost_more_and_the_first_call_nothing(case: Case) -> None:
-    """Tokens of the first call attend to each other as they are; so do only they."""
+    """Tokens of the first call, and no later ones, attend to each other as they are."""
     model, ids = plain(case), tokens(2, 9)
     logits = {}
     for cache_dtype in (None, *CACHE_DTYPES):

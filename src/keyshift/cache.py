@@ -7,7 +7,7 @@ nothing, second. They are
 raw: the shift is applied to scores and weights when they are read, so that cropping, reordering and repeating
 need no state. Only a shifted *query* has one: the last window - 1 raw queries.
 
-With ``cache_dtype`` content is rounded to 8 or 4 bits, with one float16 scale per token and stream head, or
+With ``cache_dtype`` content is rounded to 8 or 4 bits, with one bfloat16 scale per token and stream head, or
 per block of 32 channels; the rotary key keeps 16 bits.
 """
 
@@ -27,6 +27,9 @@ from keyshift.ops.stream_attention.quantised import quantise
 
 CACHE_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 """What content may be rounded to; two 4-bit numbers share a byte."""
+
+SCALE_DTYPE = torch.bfloat16
+"""Of the scales: float16 has no room below 1e-7, where a stream of small numbers would end."""
 
 BLOCK = 32
 """Channels that share a scale in four bits. In eight bits a whole head of a stream does."""
@@ -102,7 +105,7 @@ def cache_bytes_per_token(config: KeyshiftConfig, dtype: torch.dtype, cache_dtyp
     layer = widths.rotary * rotary_dtype(dtype).itemsize
     for width in filter(None, (widths.keys, widths.values)):
         scales = widths.groups * scale_blocks(cache_dtype, width // widths.groups)
-        layer += width * (8 if cache_dtype == "int8" else 4) // 8 + scales * torch.float16.itemsize
+        layer += width * (8 if cache_dtype == "int8" else 4) // 8 + scales * SCALE_DTYPE.itemsize
     return config.num_hidden_layers * layer
 
 
@@ -314,7 +317,7 @@ class QuantisedLayer(StreamLayer):
         for stream in content:
             heads = stream.unflatten(-1, (self.widths.groups, -1))
             blocks = scale_blocks(self.cache_dtype, heads.shape[-1])
-            rounded.append(quantise(heads, CACHE_DTYPES[self.cache_dtype], blocks, torch.float16))
+            rounded.append(quantise(heads, CACHE_DTYPES[self.cache_dtype], blocks, SCALE_DTYPE))
         integers, scales = zip(*rounded, strict=True)
         rotary = rotary.to(rotary_dtype(rotary.dtype))
         return (*(each.flatten(-2) for each in integers), *(each.flatten(-2) for each in scales), rotary)

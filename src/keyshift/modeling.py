@@ -303,10 +303,13 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
             UserError: ``cache_dtype`` beside a cache of the caller's, or one that this model cannot have.
         """
         if cache_dtype is not None:
-            given = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
-            if given:
+            caches = ("cache", "past_key_values", "cache_implementation")
+            against = [name for name in caches if kwargs.get(name) is not None]
+            if kwargs.get("use_cache") is False:
+                against.append("use_cache=False")
+            if against:
                 raise UserError(
-                    f"cache_dtype={cache_dtype!r} and {given[0]} were both given; make the cache with it"
+                    f"cache_dtype={cache_dtype!r} and {against[0]} were both given; leave one out"
                 )
             kwargs[CACHE_NAME] = KeyshiftCache(self.config, cache_dtype=cache_dtype)
         return super().generate(*args, **kwargs)

@@ -512,24 +512,21 @@ INLINED void in_memory(Floats (&sums)[M][N], Change change) {
     for (int i = 0; i < M * N; i++) sums[i / N][i % N] = copy[i];
 }
 
-template <int M, int N, bool SHIFTED, typename E>
+// What a tile of scores has to do beside products: nothing; add those of the window's other queries; mix with those
+// of the token before; or anything there can be, also near a document's start.
+enum Mode { PLAIN, STEPS, PAIRS, GENERAL };
+
+template <int M, int N, Mode MODE, typename E>
 inline void scores_tile(const Scoring<E> &s, int64_t t, Floats *before, float *out, int64_t stride) {
     Floats sums[M][N] = {};
     content<M, N>(sums, s, t);
-    if constexpr (SHIFTED) {
-        if (s.steps > 1) {
-            if (t >= s.settled && !s.scales)
-                add_settled_steps<M, N>(sums, s, t);
-            else
-                in_memory(sums, [&](Floats *copy) { add_steps(copy, M, N, s, t); });
-        }
-        if (s.mixes[0]) {
-            if (t >= s.settled && s.window == 2)
-                mix_settled_pairs<M, N>(sums, s, before);
-            else
-                in_memory(sums, [&](Floats *copy) { mix(copy, M, N, s, t, before); });
-        }
-    }
+    if constexpr (MODE == STEPS) add_settled_steps<M, N>(sums, s, t);
+    if constexpr (MODE == PAIRS) mix_settled_pairs<M, N>(sums, s, before);
+    if constexpr (MODE == GENERAL)
+        in_memory(sums, [&](Floats *copy) {
+            if (s.steps > 1) add_steps(copy, M, N, s, t);
+            if (s.mixes[0]) mix(copy, M, N, s, t, before);
+        });
     if (s.rotary) multiply<M, N>(sums, s.rope_query, s.rope_keys.from(t), s.rotary);
     float totals[M * N];
     sums_of<M * N>(&sums[0][0], s.factor, totals);
@@ -537,37 +534,50 @@ inline void scores_tile(const Scoring<E> &s, int64_t t, Floats *before, float *o
 }
 
 // `ahead(tokens)` is called on the way.
-template <int M, bool SHIFTED, typename E, typename Step>
+template <int M, Mode MODE, typename E, typename Step>
 void scores(const Scoring<E> &s, int64_t tokens, Floats *before, float *out, int64_t stride, Step ahead) {
     constexpr int N = SUMS / 4;
-    for (int64_t back = s.window - 1; back > 0; back--) {
-        Floats one[M][1] = {};
-        if (-back >= s.earliest) content<M, 1>(one, s, -back);
-        for (int m = 0; m < M; m++) before[m * (s.window - 1) + s.window - 1 - back] = one[m][0];
-    }
     int64_t t = 0;
+    if constexpr (MODE == PAIRS || MODE == GENERAL)
+        for (int64_t back = s.window - 1; back > 0; back--) {
+            Floats one[M][1] = {};
+            if (-back >= s.earliest) content<M, 1>(one, s, -back);
+            for (int m = 0; m < M; m++) before[m * (s.window - 1) + s.window - 1 - back] = one[m][0];
+        }
+    if constexpr (MODE != PLAIN)
+        for (; t < s.settled && t + N <= tokens; t += N)
+            scores_tile<M, N, GENERAL>(s, t, before, out, stride);
     for (; t + N <= tokens; t += N) {
         ahead(N);
-        scores_tile<M, N, SHIFTED>(s, t, before, out, stride);
+        scores_tile<M, N, MODE>(s, t, before, out, stride);
     }
-    for (; t < tokens; t++) {
-        ahead(1);
-        scores_tile<M, 1, SHIFTED>(s, t, before, out, stride);
-    }
+    for (; t < tokens; t++) scores_tile<M, 1, MODE == PLAIN ? PLAIN : GENERAL>(s, t, before, out, stride);
 }
 
+// Token rows and the weights with which they enter the output of each row of a tile.
+template <typename E>
+struct Weighted {
+    const E *weights;
+    int64_t stride;
+    Rows<E> v;
+    int64_t tokens;
+    Weighted channel(int64_t i) const { return {weights, stride, {v.data + i, v.stride}, tokens}; }
+};
+
+// `ahead(vectors)` is called on the way.
 template <int M, int N, typename E, typename Step>
-inline void outputs_tile(float *out, int64_t stride, const float *corrections, const E *weights, int64_t reach,
-                         Rows<E> v, int64_t tokens, Step ahead) {
+inline void outputs_tile(float *out, int64_t stride, const float *corrections, Weighted<E> halo, Weighted<E> block,
+                         Step ahead) {
     Floats sums[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) sums[m][n] = load(out + m * stride + n * LANES) * corrections[m];
+    if (halo.tokens) accumulate<M, N>(sums, halo.weights, halo.stride, halo.v, halo.tokens);
     constexpr int64_t SOME = 4;
-    for (int64_t t = 0; t < tokens; t += SOME) {
+    for (int64_t t = 0; t < block.tokens; t += SOME) {
         ahead(SOME * N);
-        accumulate<M, N>(sums, weights + t, reach, v.from(t), std::min(tokens - t, SOME));
+        accumulate<M, N>(sums, block.weights + t, block.stride, block.v.from(t), std::min(block.tokens - t, SOME));
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -576,16 +586,14 @@ inline void outputs_tile(float *out, int64_t stride, const float *corrections, c
 }
 
 template <int M, typename E, typename Step>
-void outputs(float *out, int64_t stride, const float *corrections, const E *weights, int64_t reach, Rows<E> v,
-             int64_t width, int64_t tokens, Step ahead) {
+void outputs(float *out, int64_t stride, const float *corrections, Weighted<E> halo, Weighted<E> block,
+             int64_t width, Step ahead) {
     constexpr int N = WIDE<M>, LEAST = PER_VECTOR<E> / LANES;
     int64_t i = 0;
     for (; i + N * LANES <= width; i += N * LANES)
-        outputs_tile<M, N>(out + i, stride, corrections, weights, reach, Rows<E>{v.data + i, v.stride}, tokens,
-                           ahead);
+        outputs_tile<M, N>(out + i, stride, corrections, halo.channel(i), block.channel(i), ahead);
     for (; i < width; i += PER_VECTOR<E>)
-        outputs_tile<M, LEAST>(out + i, stride, corrections, weights, reach, Rows<E>{v.data + i, v.stride}, tokens,
-                               ahead);
+        outputs_tile<M, LEAST>(out + i, stride, corrections, halo.channel(i), block.channel(i), ahead);
 }
 
 // ---- a task --------------------------------------------------------------------------------------------------
@@ -629,12 +637,12 @@ class Task {
 
   private:
     const Call &call;
-    const int64_t per_group, width, rotary, value_width, halo, block, lead, reach;
+    const int64_t per_group, width, rotary, value_width, halo, block, early_reach, reach;
     int64_t b, first_query, queries, lowest, from, to;
     float *out, *maxima, *sums;
-    // Scratch. Tokens start at e0 in keys, values and flowed, at j0 in the others.
-    E *query, *rope_query, *key_rows, *value_rows, *rope_rows, *narrow;
-    float *flowed, *weights, *key_scales, *value_scales;
+    // Scratch. Tokens start at e0 in keys, values and early, at j0 in the others.
+    E *query, *rope_query, *key_rows, *value_rows, *rope_rows, *narrow, *narrow_early;
+    float *flowed, *early, *weights, *key_scales, *value_scales;
     Floats *before;
 
     // A block of tokens j0 … j1 - 1 of a stream head; e0 is as far back as a shift reaches.
@@ -672,8 +680,8 @@ class Task {
     template <int M> void score(const Block &at, int64_t row, const float *k_scales, float *into);
     void hide(const Block &at, int64_t row, float *scores) const;
     template <int M> void soften(const Block &at, int64_t row, float *corrections);
-    void flow(const Block &at, int64_t row, const float *p, float *flowed) const;
-    const E *narrowed(const float *weights, int64_t rows, int64_t tokens);
+    void flow(const Block &at, int64_t row, const float *p, float *flowed, float *early) const;
+    const E *narrowed(const float *from, int64_t rows, int64_t tokens, int64_t stride, E *into);
 };
 
 template <typename E>
@@ -682,7 +690,7 @@ Task<E>::Task(const Call &call, int64_t index)
       rotary(call.rope_keys.data ? padded<E>(call.rope_keys.width) : 0), value_width(padded<E>(values().width)),
       halo(std::max({call.steps, call.key_window, call.value_window}) - 1),
       block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 2 * PER_VECTOR<E>, 128)),
-      lead((halo + 15) / 16 * 16), reach(lead + (block + 2 * halo + 31) / 32 * 32) {
+      early_reach((halo + 31) / 32 * 32), reach(block + early_reach + 32) {
     const int64_t split = index % call.splits, rest = index / call.splits;
     b = rest / query_blocks(call);
     first_query = rest % query_blocks(call) * call.query_block;
@@ -710,15 +718,17 @@ void Task<E>::take_scratch() {
     scratch.want(value_rows, call.values.data ? tokens * value_width : 0);
     scratch.want(rope_rows, tokens * rotary);
     scratch.want(narrow, ROWS * reach);
+    scratch.want(narrow_early, ROWS * early_reach);
     scratch.want(flowed, ROWS * reach);
+    scratch.want(early, ROWS * early_reach);
     scratch.want(weights, ROWS * reach);
     scratch.want(before, 4 * (call.key_window - 1));
-    scratch.want(key_scales, reach);
-    scratch.want(value_scales, reach);
+    scratch.want(key_scales, tokens);
+    scratch.want(value_scales, tokens);
     scratch.take();
-    // Zeros around the weights of a block, for what is read past its ends.
+    // Zeros behind the weights of a block, for what is read past its end.
     std::fill_n(weights, ROWS * reach, 0.0f);
-    weights += lead;
+    std::fill_n(early, ROWS * early_reach, 0.0f);
 }
 
 // The queries: [steps, H · queries, S padded] and [H · queries, R padded].
@@ -806,35 +816,42 @@ void Task<E>::attend(const Block &at, int64_t row, const float *k_scales, const 
     score<M>(at, row, k_scales, weights);
     soften<M>(at, row, corrections);
     float *arriving = weights;
-    int64_t first = at.j0;
+    int64_t behind = 0;
     if (call.value_weights) {
-        for (int m = 0; m < M; m++) flow(at, row + m, weights + m * reach, flowed + m * reach);
-        arriving = flowed;
-        first = at.e0;
-    }
-    const int64_t tokens = at.j1 - first;
-    if (v_scales)
+        behind = at.j0 - at.e0;
         for (int m = 0; m < M; m++)
-            for (int64_t t = 0; t < tokens; t++) arriving[m * reach + t] *= v_scales[first - at.e0 + t];
-    outputs<M>(out + (at.g * rows() + row) * row_width(call), row_width(call), corrections,
-               narrowed(arriving, M, tokens), reach, at.v.from(first - at.e0), value_width, tokens,
-               [this](int64_t vectors) { fetch(vectors); });
+            flow(at, row + m, weights + m * reach, flowed + m * reach, early + m * early_reach);
+        arriving = flowed;
+    }
+    if (v_scales) {
+        const float *own = v_scales + (at.j0 - at.e0);
+        for (int m = 0; m < M; m++) {
+            for (int64_t t = 0; t < behind; t++) early[m * early_reach + t] *= v_scales[t];
+            for (int64_t t = 0; t < at.j1 - at.j0; t++) arriving[m * reach + t] *= own[t];
+        }
+    }
+    const Weighted<E> halo = {narrowed(early, M, behind, early_reach, narrow_early), early_reach, at.v, behind};
+    const Weighted<E> block = {narrowed(arriving, M, at.j1 - at.j0, reach, narrow), reach,
+                               at.v.from(at.j0 - at.e0), at.j1 - at.j0};
+    outputs<M>(out + (at.g * rows() + row) * row_width(call), row_width(call), corrections, halo, block,
+               value_width, [this](int64_t vectors) { fetch(vectors); });
 }
 
 // Weights in the numbers that are multiplied; zeros are behind them.
 template <typename E>
-const E *Task<E>::narrowed(const float *weights, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t tokens) {
+const E *Task<E>::narrowed(const float *from, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t tokens,
+                           [[maybe_unused]] int64_t stride, [[maybe_unused]] E *into) {
     if constexpr (std::is_same_v<E, float>) {
-        return weights;
+        return from;
     } else {
 #if defined(__AVX512BF16__)
         for (int64_t m = 0; m < rows; m++)
             for (int64_t t = 0; t < tokens; t += 16) {
-                const __m256bh sixteen = _mm512_cvtneps_pbh(__m512(load(weights + m * reach + t)));
-                std::memcpy(narrow + m * reach + t, &sixteen, 32);
+                const __m256bh sixteen = _mm512_cvtneps_pbh(__m512(load(from + m * stride + t)));
+                std::memcpy(into + m * stride + t, &sixteen, 32);
             }
 #endif
-        return narrow;
+        return into;
     }
 }
 
@@ -865,10 +882,15 @@ void Task<E>::score(const Block &at, int64_t row, const float *k_scales, float *
         s.settled = std::max(s.settled, s.starts[m] + halo);
     }
     auto ahead = [this, vectors = value_width / LANES](int64_t tokens) { fetch(tokens * vectors); };
-    if (call.steps > 1 || call.key_weights)
-        scores<FIRST, true>(s, at.j1 - at.j0, before, into, reach, ahead);
+    const int64_t tokens = at.j1 - at.j0;
+    if (call.steps == 1 && !call.key_weights)
+        scores<FIRST, PLAIN>(s, tokens, before, into, reach, ahead);
+    else if (call.steps > 1 && !k_scales)
+        scores<FIRST, STEPS>(s, tokens, before, into, reach, ahead);
+    else if (call.steps == 1 && call.key_window == 2)
+        scores<FIRST, PAIRS>(s, tokens, before, into, reach, ahead);
     else
-        scores<FIRST, false>(s, at.j1 - at.j0, before, into, reach, ahead);
+        scores<FIRST, GENERAL>(s, tokens, before, into, reach, ahead);
     if constexpr (M > 4) score<M - 4>(at, row + 4, k_scales, into + 4 * reach);
 }
 
@@ -882,7 +904,7 @@ void Task<E>::hide(const Block &at, int64_t row, float *scores) const {
     }
     for (int64_t j = 0; j < std::min(start_of(row) - at.j0, count); j++) scores[j] = -INFINITE;
     for (int64_t j = std::max<int64_t>(own + 1 - at.j0, 0); j < padded<float>(count); j++) scores[j] = -INFINITE;
-    std::fill(scores + padded<float>(count), scores + reach - lead, 0.0f);
+    std::fill(scores + padded<float>(count), scores + reach, 0.0f);
 }
 
 // Scores to weights against the rows' running maxima; by how much what they had so far shrinks.
@@ -924,18 +946,40 @@ void Task<E>::soften(const Block &at, int64_t row, float *corrections) {
     }
 }
 
-// How much of every slot's raw value arrives: Σ_m b_m p_{e+m}, of this block's p only; zeros lie around them.
-template <typename E>
-void Task<E>::flow(const Block &at, int64_t row, const float *p, float *flowed) const {
-    const float *mix = call.value_weights + head_of(at.g, row) * call.value_window;
-    const int64_t count = at.j1 - at.e0;
-    p -= at.j0 - at.e0;
-    for (int64_t e = 0; e < count; e += LANES) {
-        Floats arriving = {};
-        for (int64_t back = 0; back < call.value_window; back++) arriving += load(p + e + back) * mix[back];
-        store(flowed + e, arriving);
+// p + back, of which `now` and `next` are the vectors at p and behind it. Together they can be shuffled; a load across
+// two stores that are still on their way would wait for both.
+INLINED Floats moved(const float *p, [[maybe_unused]] Floats now, [[maybe_unused]] Floats next, int64_t back) {
+#if LANES == 16
+    if (back < LANES) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i lanes = _mm512_add_epi32(first, _mm512_set1_epi32(int(back)));
+        return Floats(_mm512_permutex2var_ps(__m512(now), lanes, __m512(next)));
     }
-    for (int64_t e = 0; e < std::min(start_of(row) - at.e0, count); e++) flowed[e] = 0;
+#endif
+    return load(p + back);
+}
+
+// How much of every slot's raw value arrives: Σ_m b_m p_{e+m}, of this block's p only. Zeros lie behind them.
+// `early` is of the slots e0 … j0 - 1, `flowed` of the block's own.
+template <typename E>
+void Task<E>::flow(const Block &at, int64_t row, const float *p, float *flowed, float *early) const {
+    const float *mix = call.value_weights + head_of(at.g, row) * call.value_window;
+    const int64_t count = at.j1 - at.j0, behind = at.j0 - at.e0, start = start_of(row);
+    Floats now = load(p);
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats next = load(p + j + LANES);
+        Floats arriving = now * mix[0];
+        for (int64_t back = 1; back < call.value_window; back++)
+            arriving += moved(p + j, now, next, back) * mix[back];
+        store(flowed + j, arriving);
+        now = next;
+    }
+    for (int64_t j = 0; j < std::min(start - at.j0, count); j++) flowed[j] = 0;
+    for (int64_t e = 0; e < behind; e++) {
+        early[e] = 0;
+        for (int64_t back = behind - e; back < call.value_window && at.e0 + e >= start; back++)
+            early[e] += p[e + back - behind] * mix[back];
+    }
 }
 
 // ---- what dispatch.cpp calls ---------------------------------------------------------------------------------
