@@ -96,5 +96,5 @@ extern "C" bool keyshift_kernel_supported(int64_t kernel) { return kernels()[ker
 extern "C" void keyshift_stream_attention(const Call &call, int64_t kernel, int64_t threads, Parallel parallel) {
     const Kernel &chosen = kernels()[kernel];
     spread(call, chosen.task, tasks(call), threads, parallel);
-    spread(call, chosen.combine, call.batch * query_blocks(call), threads, parallel);
+    spread(call, chosen.combine, call.batch * query_blocks(call) * call.heads, threads, parallel);
 }

@@ -1017,17 +1017,18 @@ void write_row(void *out, Kind kind, int64_t at, const float *row, int64_t width
     }
 }
 
-// The rows of one block of queries, put together from its splits.
+// The rows of one head in one block of queries, put together from its splits.
 void combine(const Call &call, int64_t index) {
-    const int64_t b = index / query_blocks(call), first_query = index % query_blocks(call) * call.query_block;
+    const int64_t head = index % call.heads, block = index / call.heads;
+    const int64_t b = block / query_blocks(call), first_query = block % query_blocks(call) * call.query_block;
     const int64_t queries = std::min(call.query_block, call.queries - first_query), width = row_width(call);
-    const int64_t all_rows = call.heads * call.query_block, task = index * call.splits;
+    const int64_t all_rows = call.heads * call.query_block, task = block * call.splits;
     const float *outputs = call.partials + task * all_rows * width;
     const float *maxima = call.partials + tasks(call) * all_rows * width + task * all_rows;
     const float *sums = maxima + tasks(call) * all_rows;
     const int64_t value_width = call.values.data ? call.values.width : call.keys.width;
     std::vector<float> row_out(width);
-    for (int64_t row = 0; row < call.heads * queries; row++) {
+    for (int64_t row = head * queries; row < (head + 1) * queries; row++) {
         float maximum = -INFINITE, total = 0;
         for (int64_t s = 0; s < call.splits; s++) maximum = std::max(maximum, maxima[s * all_rows + row]);
         const float shift = maximum == -INFINITE ? 0 : maximum;
@@ -1038,7 +1039,7 @@ void combine(const Call &call, int64_t index) {
             const float *part = outputs + (s * all_rows + row) * width;
             for (int64_t i = 0; i < width; i++) row_out[i] += factor * part[i];
         }
-        const int64_t at = (b * call.heads + row / queries) * call.queries + first_query + row % queries;
+        const int64_t at = (b * call.heads + head) * call.queries + first_query + row % queries;
         for (int64_t i = 0; i < value_width; i++) row_out[i] /= total;
         write_row(call.out, call.query_kind, at * value_width, row_out.data(), value_width);
     }
