@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -42,7 +43,10 @@ class CompileKernel(BuildHookInterface):
         sources = Path(self.root) / SOURCES
         self.scratch = tempfile.TemporaryDirectory()
         library = (sources if version == "editable" else Path(self.scratch.name)) / LIBRARY
-        problem = compile_kernel(sources, library)
+        try:
+            problem = compile_kernel(sources, library)
+        except OSError as error:
+            problem = str(error)
         if problem is not None:
             self.app.display_warning(f"keyshift: no CPU kernel, decoding will be slower: {problem}")
             return
@@ -60,12 +64,10 @@ def compile_kernel(folder: Path, library: Path) -> str | None:
 
     The kernel is compiled once for each instruction set that the compiler knows.
     """
-    named = os.environ.get("CXX")
-    compiler = (
-        shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
-    )
-    if compiler is None:
-        return f"CXX={named!r} is not there" if named else "there is no g++ or clang++"
+    named = shlex.split(os.environ.get("CXX", ""))
+    compiler = named or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+    if not compiler or shutil.which(compiler[0]) is None:
+        return f"CXX={' '.join(named)!r} is not there" if named else "there is no g++ or clang++"
     digest = hashlib.sha256(
         b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]*")))
     ).hexdigest()
@@ -74,18 +76,18 @@ def compile_kernel(folder: Path, library: Path) -> str | None:
         for name, flags in INSTRUCTION_SETS.items():
             target = str(Path(scratch) / f"{name}.o")
             source = [str(folder / "kernel.cpp"), f"-DKEYSHIFT_ISA={name}", "-c", "-o", target]
-            done = subprocess.run([compiler, *FLAGS, *flags, *source], capture_output=True, text=True)
+            done = subprocess.run([*compiler, *FLAGS, *flags, *source], capture_output=True, text=True)
             if done.returncode == 0:
                 objects.append(target)
                 known.append(f"-DKEYSHIFT_HAS_{name}")
             elif name == "baseline":
-                return f"{compiler} failed:\n{done.stderr}"
+                return f"{compiler[0]} failed:\n{done.stderr}"
         built = Path(scratch) / LIBRARY
         defines = [*known, f'-DKEYSHIFT_DIGEST="{digest}"']
         link = [*FLAGS, *defines, "-shared", str(folder / "dispatch.cpp"), *objects, "-o", str(built)]
-        done = subprocess.run([compiler, *link], capture_output=True, text=True)
+        done = subprocess.run([*compiler, *link], capture_output=True, text=True)
         if done.returncode:
-            return f"{compiler} failed:\n{done.stderr}"
+            return f"{compiler[0]} failed:\n{done.stderr}"
         waiting = library.with_suffix(".so.new")
         shutil.copy2(built, waiting)
         waiting.replace(library)

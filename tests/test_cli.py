@@ -205,7 +205,7 @@ def test_doctor_says_what_decodes_and_why_not_the_kernel(
 ) -> None:
     from keyshift.doctor import backend_rows, print_backends
 
-    reason = "not compiled; install g++ or clang++, then install keyshift again"
+    reason = "not compiled; pip install keyshift[kernel]"  # brackets are no markup
     monkeypatch.setattr(cpu, "missing", lambda: reason if missing else None)
     monkeypatch.setattr(cpu, "kernels", lambda: {"avx2": 0, "baseline": 1})
     printed = io.StringIO()

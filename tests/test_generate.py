@@ -203,3 +203,18 @@ def test_continuous_batching_is_refused_with_a_way_out():
         model.generate_batch(
             [[1, 2, 3]], generation_config=GenerationConfig(max_new_tokens=2, eos_token_id=30)
         )
+
+
+def test_a_cache_filled_under_inference_mode_is_continued_outside() -> None:
+    model, ids = build(FEW[0]), tokens(1, PROMPT)
+    cache = KeyshiftCache(model.config, max_length=2 * PROMPT + NEW)
+    with torch.inference_mode():
+        model(ids[:, :-1], past_key_values=cache, use_cache=True)
+    assert torch.equal(generate(model, ids, past_key_values=cache), generate(model, ids))
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    cache = KeyshiftCache(build(FEW[0]).config)
+    step(build(FEW[0]), tokens(1, 3), cache)
+    with pytest.raises(UserError, match=r"holds torch\.float32 and was given torch\.bfloat16"):
+        step(build(FEW[0], torch.bfloat16), tokens(1, 1), cache)

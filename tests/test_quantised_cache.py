@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from test_generate import NEW, PROMPT, generate, greedy_by_hand
 from tiny import CASES, FEW, Case, build, case, full, relative_error, step, tokens
 from torch import Tensor
+from transformers import GenerationConfig
 
 from keyshift import (
     KeyshiftCache,
@@ -336,7 +337,7 @@ def test_a_cache_of_the_callers_is_made_as_long_as_needed_unless_it_has_a_length
 def test_a_cache_dtype_beside_a_cache_is_refused() -> None:
     model = plain(FEW[0])
     for name in ("past_key_values", "cache"):
-        with pytest.raises(UserError, match=f"cache_dtype='int8' and {name} were both given"):
+        with pytest.raises(UserError, match=f"cache_dtype='int8' does not go with {name}"):
             generate(model, tokens(1, 2), cache_dtype="int8", **{name: KeyshiftCache(model.config)})
 
 
@@ -350,3 +351,28 @@ def test_an_unknown_cache_dtype_is_refused_with_a_suggestion(unknown: Any) -> No
     ):
         with pytest.raises(UserError, match=r"cache_dtype=.*int.* did you mean 'int8'\?"):
             refused()
+
+
+def test_a_rounded_cache_has_no_gradients() -> None:
+    model = build(FEW[0])
+    with pytest.raises(UserError, match=r"cache_dtype='int8' has no gradients"):
+        model(tokens(1, 3), past_key_values=KeyshiftCache(model.config, cache_dtype="int8"), use_cache=True)
+
+
+@pytest.mark.parametrize(
+    "against", [{"use_cache": False}, {"cache_implementation": "static"}], ids=lambda case: next(iter(case))
+)
+@pytest.mark.parametrize("configured", [False, True])
+def test_what_a_cache_dtype_does_not_go_with(against: dict[str, Any], configured: bool) -> None:
+    """As keywords, or in a generation config."""
+    options: dict[str, Any] = {"cache_dtype": "int8", **against}
+    if configured:
+        options = {"generation_config": GenerationConfig(**options)}
+    with pytest.raises(UserError, match=f"cache_dtype='int8' does not go with {next(iter(against))}"):
+        build(FEW[0]).generate(tokens(1, 3), max_new_tokens=2, **options)
+
+
+def test_a_generation_config_may_name_the_cache_dtype() -> None:
+    settings = GenerationConfig(cache_dtype="int8", max_new_tokens=2, return_dict_in_generate=True)
+    cache = build(FEW[0]).generate(tokens(1, 3), generation_config=settings).past_key_values
+    assert cache.cache_dtype == "int8"

@@ -314,3 +314,21 @@ def test_compiled_with_gradients() -> None:
             for attend in (compiled, stream_attention)
         ]
         torch.testing.assert_close(*gradients)
+
+
+def test_forward_mode_gradients_are_those_of_the_backward_mode() -> None:
+    stream = torch.randn(1, 1, 5, 4)
+
+    def loss(queries: Tensor) -> Tensor:
+        return stream_attention(queries, stream, None, scale=0.5).square().sum()
+
+    queries = torch.randn(1, 2, 1, 4)
+    torch.testing.assert_close(torch.func.jacfwd(loss)(queries), torch.func.jacrev(loss)(queries))
+
+
+def test_scores_beyond_half_precision_do_not_overflow() -> None:
+    """|q · k| is 80,000 here, more than float16 has; the scale comes after."""
+    queries = torch.full((1, 1, 1, 8), 100.0, dtype=torch.float16)
+    keys = torch.stack((queries[0, 0, 0], -queries[0, 0, 0]))[None, None]
+    out = stream_attention(queries, keys, None, scale=0.1, backend="reference")
+    torch.testing.assert_close(out, queries)

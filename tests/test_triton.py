@@ -92,6 +92,7 @@ class TestInterpreted:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "LEAST_BLOCKS", 1)
+            patch.setattr(backend, "NOT_INTERPRETED", ())
             patch.setattr(InterpreterBuilder, "create_dot", mended)
             yield
 
@@ -171,6 +172,12 @@ class TestInterpreted:
     def test_refuses_double_precision(self) -> None:
         call = in_float64(decoding(total=5, window=1))
         with pytest.raises(ValueError, match=r"backend='triton' takes cpu tensors of .*, not torch.float64"):
+            stream_attention(**call, backend="triton")
+
+    def test_refuses_what_the_interpreter_gets_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backend, "NOT_INTERPRETED", (torch.bfloat16,))
+        call = decoding(total=5, window=1, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"takes cpu tensors of .*, not torch\.bfloat16"):
             stream_attention(**call, backend="triton")
 
 

@@ -57,7 +57,7 @@ class CacheWidths:
 
 
 def cache_widths(config: KeyshiftConfig) -> CacheWidths:
-    """What one layer keeps (spec: "Scalars cached per token and layer"; GVA paper, section 3.4)."""
+    """What one layer keeps (docs/caches.md; GVA paper, section 3.4)."""
     keys, values = SOURCES[config.attention].stream_widths(config)
     state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
     groups = 1 if config.attention == "mla" else config.num_key_value_heads
@@ -206,11 +206,16 @@ class StreamLayer(CacheLayerMixin):
                 f"the cache holds {self._buffers[0].shape[0]} sequences and was given {batch} to continue; "
                 "use a new cache, or batch_select_indices() or batch_repeat_interleave()"
             )
+        packed = self._packed(key_states, value_states)
+        if packed[0].dtype != self._buffers[0].dtype:
+            raise UserError(
+                f"the cache holds {self._buffers[0].dtype} and was given {packed[0].dtype}; use a new cache"
+            )
         end = self.length + key_states.shape[2]
         if end > self.capacity:
             grown = -(-max(end, self.capacity * 5 // 4) // GRANULE) * GRANULE
             self._allocate(self._buffers, grown)
-        for buffer, new in zip(self._buffers, self._packed(key_states, value_states), strict=True):
+        for buffer, new in zip(self._buffers, packed, strict=True):
             buffer[:, :, self.length : end] = new
         self.length = end
         return self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]
@@ -222,7 +227,8 @@ class StreamLayer(CacheLayerMixin):
     def _allocate(self, like: tuple[Tensor, ...], capacity: int) -> None:
         """New buffers shaped like these tensors, with room for ``capacity`` tokens, keeping what is
         stored."""
-        fresh = tuple(each.new_empty(each.shape[0], 1, capacity, each.shape[3]) for each in like)
+        with torch.inference_mode(False):  # so that any later call may write to them
+            fresh = tuple(each.new_empty(each.shape[0], 1, capacity, each.shape[3]) for each in like)
         if self._buffers is not None:
             for buffer, stored in zip(fresh, self._buffers, strict=True):
                 buffer[:, :, : self.length] = stored[:, :, : self.length]
@@ -233,7 +239,8 @@ class StreamLayer(CacheLayerMixin):
         if self._buffers is None:
             return
         index = index.to(self.device)
-        fresh = tuple(buffer.new_empty(len(index), *buffer.shape[1:]) for buffer in self._buffers)
+        with torch.inference_mode(False):
+            fresh = tuple(buffer.new_empty(len(index), *buffer.shape[1:]) for buffer in self._buffers)
         for new, old in zip(fresh, self._buffers, strict=True):
             new[:, :, : self.length] = old[:, :, : self.length].index_select(0, index)
         self._buffers = fresh
@@ -309,6 +316,10 @@ class QuantisedLayer(StreamLayer):
         self.cache_dtype = cache_dtype
 
     def _packed(self, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+            raise UserError(
+                f"cache_dtype={self.cache_dtype!r} has no gradients: decode under torch.no_grad()"
+            )
         content, rotary = [first], second
         if self.widths.keys:
             keys, rotary = first.split((self.widths.keys, self.widths.rotary), dim=-1)

@@ -77,10 +77,10 @@ def parse_memory(text: str) -> int:
     """A number of bytes: 80GB is 80 · 10⁹, 80GiB is 80 · 2³⁰.
 
     Raises:
-        UserError: anything else, or none.
+        UserError: anything else, none, or no unit.
     """
     try:
-        count = int(TypeAdapter(ByteSize).validate_python(text))
+        count = 0 if text.strip().isdigit() else int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         count = 0
     if count < 1:

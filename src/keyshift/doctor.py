@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from keyshift.ops.stream_attention.backends import BACKENDS, module
@@ -37,9 +38,12 @@ def print_backends(rows: list[Row], console: Console) -> None:
     for header in ("backend", "here", "detail"):
         table.add_column(header)
     for row in rows:
-        table.add_row(row["backend"], "yes" if row["available"] else "no", row["detail"])
+        table.add_row(row["backend"], "yes" if row["available"] else "no", escape(row["detail"]))
     console.print(table)
-    here = [row["backend"] for row in rows if row["available"]]
-    console.print(f"\ngenerate() decodes on the CPU with: {'cpu' if 'cpu' in here else 'reference'}")
-    if torch.cuda.is_available():
-        console.print(f"generate() decodes on the GPU with: {'triton' if 'triton' in here else 'reference'}")
+    console.print()
+    for device, name in (("cpu", "CPU"), ("cuda", "GPU")):
+        if device == "cpu" or torch.cuda.is_available():
+            queries = torch.empty(1, device=device)
+            here = (row["backend"] for row in rows if row["available"])
+            chosen = next(backend for backend in here if module(backend).refused(queries) is None)
+            console.print(f"generate() decodes on the {name} with: {chosen}")

@@ -299,18 +299,22 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, cache_dtype: str | None = None, **kwargs: Any) -> Any:
         """As in transformers; and ``cache_dtype="int8"`` or ``"int4"`` rounds the cached content so.
 
+        It may also be set on a generation config.
+
         Raises:
             UserError: ``cache_dtype`` beside a cache of the caller's, or one that this model cannot have.
         """
+        settings = kwargs.get("generation_config") or self.generation_config
+        cache_dtype = cache_dtype or getattr(settings, "cache_dtype", None)
         if cache_dtype is not None:
+            chosen = {"use_cache": settings.use_cache, "cache_implementation": settings.cache_implementation}
+            chosen.update(kwargs)
             caches = ("cache", "past_key_values", "cache_implementation")
-            against = [name for name in caches if kwargs.get(name) is not None]
-            if kwargs.get("use_cache") is False:
+            against = [name for name in caches if chosen.get(name) is not None]
+            if chosen["use_cache"] is False:
                 against.append("use_cache=False")
             if against:
-                raise UserError(
-                    f"cache_dtype={cache_dtype!r} and {against[0]} were both given; leave one out"
-                )
+                raise UserError(f"cache_dtype={cache_dtype!r} does not go with {against[0]}; leave one out")
             kwargs[CACHE_NAME] = KeyshiftCache(self.config, cache_dtype=cache_dtype)
         return super().generate(*args, **kwargs)
 

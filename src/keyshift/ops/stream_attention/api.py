@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from keyshift.ops.stream_attention import reference
 from keyshift.ops.stream_attention.backends import BACKENDS
@@ -44,16 +45,15 @@ def stream_attention(
         p       = softmax(score)
         out     = Σ_j (Σ_m b_m p_{j+m}) v_j           p is 0 beyond i, nothing lands before s
 
-    which equals attention over keys and values that were shifted before (spec: "Cached decoding: keep the
-    cache raw"). With ``values_BGTV=None`` the keys' stream is also the values' and is read once (spec:
-    "Single-stream attention"). What lies before the first start or at and after a sequence's length is never
+    which equals attention over keys and values that were shifted before (docs/decoding.md). With ``values_BGTV=None`` the keys' stream is also the values' and is read once (docs/decoding.md). What lies before the first start or at and after a sequence's length is never
     read.
 
     Args:
         queries: [B, H, Q, S]; or [B, H, W, Q, S], one query per window step with a_m already in it, for keys
             that carry a rotation (the query is rotated m places back instead of the key).
         keys_BGTS: the cached stream, float32, bfloat16, float16 or float64 like the queries, any strides; or
-            quantised, int8 or two numbers per uint8 (last size S/2), with ``key_scales_BGTN``.
+            quantised, int8 or two numbers per uint8 (last size S/2), with ``key_scales_BGTN``, as
+            `keyshift.ops.stream_attention.quantised.quantise` makes them.
         values_BGTV: the value stream, likewise; None reads ``keys_BGTS`` as the values too.
         scale: factor of the scores, 1 / sqrt(d_n + d_r).
         starts_BQ: the slot where each query's document starts, integer, at most the query's own; None: all 0.
@@ -70,7 +70,8 @@ def stream_attention(
             are wanted, which only the reference has). A backend asked for by name is used or refused.
 
     Returns:
-        [B, H, Q, V] in the dtype of ``queries``; scores, softmax and sums are float32 at least.
+        [B, H, Q, V] in the dtype of ``queries``; scores, softmax and sums are float32 at least, weights may be
+        rounded to the streams' dtype before they meet the values.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument; a backend that is
@@ -112,11 +113,20 @@ def stream_attention(
     for name, tensor in given.items():
         if tensor.device != queries.device:
             raise ValueError(f"{name} is on {tensor.device} and queries are on {queries.device}")
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+    if _wants_gradients(list(given.values())):
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend={backend!r} has no gradients; use 'reference', or torch.no_grad()")
         return reference.run(queries, keys_BGTS, values_BGTV, scale=scale, **options)
     return OPERATOR(queries, keys_BGTS, values_BGTV, *options.values(), scale, backend)
+
+
+def _wants_gradients(tensors: list[Tensor]) -> bool:
+    """Whether autograd follows these tensors, backwards or forwards."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], floating: bool = True) -> None:

@@ -18,6 +18,7 @@ from keyshift.ops.stream_attention.quantised import channels
 
 FOLDER = Path(__file__).with_name("cpu_kernel")
 LIBRARY = FOLDER / "stream_attention.so"
+AGAIN = "pip install --force-reinstall --no-cache-dir"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 PADDING = 32
 SPLIT_TOKENS = 256
@@ -69,14 +70,14 @@ class _Call(ctypes.Structure):
 def missing() -> str | None:
     """Why the kernel is not there."""
     if not LIBRARY.exists():
-        return "not compiled; install g++ or clang++, then install keyshift again"
+        return f"not compiled; install g++ or clang++, then keyshift again ({AGAIN})"
     try:
-        _library()
-    except OSError as error:
-        return f"cannot be loaded ({error}); install keyshift again"
+        compiled_from = _library().keyshift_digest().decode()
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded, install keyshift again ({AGAIN}): {error}"
     sources = b"".join(path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]*")))
-    if _library().keyshift_digest().decode() != hashlib.sha256(sources).hexdigest():
-        return "compiled from other sources than those here; install keyshift again"
+    if compiled_from != hashlib.sha256(sources).hexdigest():
+        return f"compiled from other sources than those here; install keyshift again ({AGAIN})"
     return None
 
 

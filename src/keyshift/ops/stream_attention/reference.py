@@ -71,7 +71,7 @@ def run(
         if rope_queries_BHQR is not None and rope_keys_BTR is not None:
             rope_keys = rope_keys_BTR[:, None].to(queries.dtype)
             scores = scores + _grouped(rope_queries_BHQR[:, :, part], rope_keys)
-        scores = _promote(scores) * scale
+        scores = scores * scale
         if slopes_H is not None:
             distance = (own[..., None] - slots)[:, None]
             scores = scores - slopes_H.to(scores)[:, None, None] * distance
@@ -123,14 +123,14 @@ def _value_flow(weights_BHQT: Tensor, mix_HW: Tensor) -> Tensor:
 
 
 def _grouped(queries_BHQS: Tensor, keys_BGTS: Tensor) -> Tensor:
-    """Every query head with the keys of its group, [B, H, Q, T].
+    """Every query head with the keys of its group, [B, H, Q, T], float32 at least.
 
     Group by group, since a batched product over B and G would copy the whole cache to merge the two.
     """
     groups = keys_BGTS.shape[1]
     batch, heads, new, width = queries_BHQS.shape
-    q = queries_BHQS.reshape(batch, groups, heads // groups * new, width)
-    scores = torch.stack([q[:, g] @ keys_BGTS[:, g].mT for g in range(groups)], dim=1)
+    q = _promote(queries_BHQS).reshape(batch, groups, heads // groups * new, width)
+    scores = torch.stack([q[:, g] @ _promote(keys_BGTS[:, g]).mT for g in range(groups)], dim=1)
     return scores.view(batch, heads, new, -1)
 
 

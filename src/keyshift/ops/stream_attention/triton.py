@@ -15,6 +15,8 @@ from torch import Tensor
 from keyshift.ops.stream_attention.quantised import channels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOT_INTERPRETED = (torch.bfloat16,)
+"""Triton's interpreter multiplies the bits of these as integers."""
 WAVES = 4
 """Programs per processor that are wanted: enough to fill it, and for the last ones to end together."""
 LEAST_BLOCKS = 4
@@ -42,11 +44,13 @@ def detail() -> str:
 
 def refused(queries: Tensor) -> str | None:
     """It takes half and single precision, on a GPU; under TRITON_INTERPRET=1 on the CPU instead."""
-    device = "cpu" if _interpreted() else "cuda"
-    if queries.dtype in DTYPES and queries.device.type == device:
+    device, kinds = "cuda", DTYPES
+    if _interpreted():
+        device, kinds = "cpu", tuple(kind for kind in DTYPES if kind not in NOT_INTERPRETED)
+    if queries.dtype in kinds and queries.device.type == device:
         return None
-    kinds = ", ".join(str(kind) for kind in DTYPES)
-    return f"takes {device} tensors of {kinds}, not {queries.dtype} on {queries.device}"
+    wanted = ", ".join(str(kind) for kind in kinds)
+    return f"takes {device} tensors of {wanted}, not {queries.dtype} on {queries.device}"
 
 
 def _interpreted() -> bool:
