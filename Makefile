@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # What is compiled on installation.
 KERNEL := hatch_build.py $(wildcard src/keyshift/ops/*/cpu_kernel/*.cpp src/keyshift/ops/*/cpu_kernel/*.h)
+# Two processes of one thread each; two of two would be in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 OUT ?= runs/induction
 # The oldest transformers that pyproject.toml promises; test-oldest runs what depends on it, in its own environment.
 OLDEST ?= transformers==5.16.0
@@ -17,7 +19,7 @@ compare: $(VENV)/.installed
 	$(BIN)/keyshift compare induction --out $(OUT) --resume $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -25,7 +27,7 @@ test-slow: $(VENV)/.installed-test
 test-oldest:
 	$(MAKE) VENV=.venv-oldest .venv-oldest/.installed-test
 	.venv-oldest/bin/python -m pip install --quiet "$(OLDEST)"
-	.venv-oldest/bin/python -m pytest -m "not slow and not gpu" $(OLDEST_TESTS) $(ARGS)
+	$(MAKE) VENV=.venv-oldest test ARGS="$(OLDEST_TESTS) $(ARGS)"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

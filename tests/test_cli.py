@@ -153,6 +153,7 @@ def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
         (["cache", "CONFIG", "--dtype", "int9"], "dtype='int9'"),
         (["cache", "CONFIG", "--memory", "80XB"], "memory='80XB'"),
         (["cache", "CONFIG", "--memory", "0"], "memory='0'"),
+        (["cache", "CONFIG", "--memory", "80"], "memory='80'"),
         (["cache", "CONFIG", "--memory", "80GB", "--batch", "2"], "leave out --batch=2"),
         (["cache", "CONFIG", "--tokens", "32q"], "tokens='32q'"),
         (["cache", "CONFIG", "--tokens", "0k"], "tokens='0k'"),

@@ -45,8 +45,9 @@ def stream_attention(
         p       = softmax(score)
         out     = Σ_j (Σ_m b_m p_{j+m}) v_j           p is 0 beyond i, nothing lands before s
 
-    which equals attention over keys and values that were shifted before (docs/decoding.md). With ``values_BGTV=None`` the keys' stream is also the values' and is read once (docs/decoding.md). What lies before the first start or at and after a sequence's length is never
-    read.
+    which equals attention over keys and values that were shifted before (docs/decoding.md). With
+    ``values_BGTV=None`` the keys' stream is also the values' and is read once. What lies before the first
+    start or at and after a sequence's length is never read.
 
     Args:
         queries: [B, H, Q, S]; or [B, H, W, Q, S], one query per window step with a_m already in it, for keys
@@ -70,8 +71,8 @@ def stream_attention(
             are wanted, which only the reference has). A backend asked for by name is used or refused.
 
     Returns:
-        [B, H, Q, V] in the dtype of ``queries``; scores, softmax and sums are float32 at least, weights may be
-        rounded to the streams' dtype before they meet the values.
+        [B, H, Q, V] in the dtype of ``queries``; scores, softmax and sums are float32 at least, weights may
+        be rounded to the streams' dtype before they meet the values.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument; a backend that is

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keyshift.ops.stream_attention.quantised import channels
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 NOT_INTERPRETED = (torch.bfloat16,)
 """Triton's interpreter multiplies the bits of these as integers."""
 WAVES = 4
