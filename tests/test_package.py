@@ -97,7 +97,7 @@ def test_a_wheel_built_with_a_compiler_holds_the_kernel(wheel: Path, tmp_path: P
     assert not wheel.name.endswith("-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     sources = [f"{KERNEL}/{path.name}" for path in cpu.FOLDER.glob("*.[ch]*")]
-    assert len(sources) == 3
+    assert len(sources) == 6
     assert {*sources, f"{KERNEL}/{cpu.LIBRARY.name}"} == {name for name in names if name.startswith(KERNEL)}
     folder, state = installed(wheel, tmp_path, "-c", STATE).stdout.splitlines()
     assert folder == str(tmp_path / "site" / KERNEL)

@@ -58,10 +58,12 @@ class CacheWidths:
 
 def cache_widths(config: KeyshiftConfig) -> CacheWidths:
     """What one layer keeps (docs/caches.md; GVA paper, section 3.4)."""
-    keys, values = SOURCES[config.attention].stream_widths(config)
+    source = SOURCES[config.attention]
+    keys, values = source.stream_widths(config)
     state = (config.shift_window - 1) * config.num_attention_heads * config.qk_head_dim
-    groups = 1 if config.attention == "mla" else config.num_key_value_heads
-    return CacheWidths(keys, values, config.decoupled_width, groups, state if config.shifts("q") else 0)
+    if not config.shifts("q"):
+        state = 0
+    return CacheWidths(keys, values, config.decoupled_width, source.stream_groups(config), state)
 
 
 def scale_blocks(cache_dtype: str, head_width: int) -> int:
@@ -75,7 +77,8 @@ def rotary_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_cache_dtype(config: KeyshiftConfig, cache_dtype: str | None) -> None:
-    """
+    """A model's content can be rounded so, or an error says why not.
+
     Raises:
         UserError: not one of `CACHE_DTYPES`, or content that cannot be packed so.
     """

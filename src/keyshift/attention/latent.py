@@ -17,7 +17,7 @@ class LatentKeys(KeySource):
         super().__init__()
         self.heads = config.num_attention_heads
         self.key_heads = self.value_heads = self.heads
-        self.stream_heads = 1
+        self.stream_heads = self.stream_groups(config)
         rank = config.kv_lora_rank
         self.down_proj = nn.Linear(config.hidden_size, rank, bias=False)
         self.norm = nn.RMSNorm(rank, eps=config.rms_norm_eps)
@@ -27,6 +27,10 @@ class LatentKeys(KeySource):
     @staticmethod
     def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
         return 0, config.kv_lora_rank
+
+    @staticmethod
+    def stream_groups(config: KeyshiftConfig) -> int:
+        return 1
 
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, self.norm(self.down_proj(x_BTE))

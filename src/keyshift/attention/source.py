@@ -37,6 +37,11 @@ class KeySource(nn.Module):
         values."""
         raise NotImplementedError
 
+    @staticmethod
+    def stream_groups(config: KeyshiftConfig) -> int:
+        """Heads of each cached stream (G)."""
+        return config.num_key_value_heads
+
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
         """The cached streams of new tokens: keys [B, T, S_k] where they are projected (else None), values
         [B, T, S_v]."""

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from keyshift.ops.stream_attention import reference
 from keyshift.ops.stream_attention.backends import BACKENDS
-from keyshift.ops.stream_attention.library import OPERATOR
+from keyshift.ops.stream_attention.library import OPERATOR, OPTIONS
 from keyshift.ops.stream_attention.quantised import channels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -118,7 +118,7 @@ def stream_attention(
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend={backend!r} has no gradients; use 'reference', or torch.no_grad()")
         return reference.run(queries, keys_BGTS, values_BGTV, scale=scale, **options)
-    return OPERATOR(queries, keys_BGTS, values_BGTV, *options.values(), scale, backend)
+    return OPERATOR(queries, keys_BGTS, values_BGTV, *(options[name] for name in OPTIONS), scale, backend)
 
 
 def _wants_gradients(tensors: list[Tensor]) -> bool:

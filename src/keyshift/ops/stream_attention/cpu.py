@@ -24,7 +24,7 @@ PADDING = 32
 SPLIT_TOKENS = 256
 """A split of the sequence is no shorter than this."""
 MOST_TASKS = 32
-"""Enough to keep many cores busy to the end; fewer partial results than a hundredth of what is read."""
+"""Enough to keep many cores busy to the end; each leaves an output per head, to be added up."""
 QUERY_NUMBERS = 1 << 16
 """Numbers of the outputs that a task works on at a time, so that they stay in the second-level cache."""
 

@@ -5,54 +5,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from keyshift.ops.stream_attention.backends import choose
 from keyshift.ops.stream_attention.quantised import channels
 
+OPTIONS = (
+    "starts_BQ",
+    "lengths_B",
+    "rope_queries_BHQR",
+    "rope_keys_BTR",
+    "key_weights_HW",
+    "value_weights_HW",
+    "slopes_H",
+    "key_scales_BGTN",
+    "value_scales_BGTN",
+)
+"""The optional tensors, in the order of the schema."""
+
 _LIBRARY = torch.library.Library("keyshift", "DEF")
 _LIBRARY.define(
-    "stream_attention(Tensor queries, Tensor keys_BGTS, Tensor? values_BGTV, Tensor? starts_BQ, "
-    "Tensor? lengths_B, Tensor? rope_queries_BHQR, Tensor? rope_keys_BTR, Tensor? key_weights_HW, "
-    "Tensor? value_weights_HW, Tensor? slopes_H, Tensor? key_scales_BGTN, Tensor? value_scales_BGTN, "
-    "float scale, str backend) -> Tensor"
+    "stream_attention(Tensor queries, Tensor keys_BGTS, Tensor? values_BGTV, "
+    + "".join(f"Tensor? {name}, " for name in OPTIONS)
+    + "float scale, str backend) -> Tensor"
 )
 OPERATOR = torch.ops.keyshift.stream_attention.default
 
 
 @torch.library.impl(_LIBRARY, "stream_attention", "CompositeExplicitAutograd")
-def _run(
-    queries: Tensor,
-    keys_BGTS: Tensor,
-    values_BGTV: Tensor | None,
-    starts_BQ: Tensor | None,
-    lengths_B: Tensor | None,
-    rope_queries_BHQR: Tensor | None,
-    rope_keys_BTR: Tensor | None,
-    key_weights_HW: Tensor | None,
-    value_weights_HW: Tensor | None,
-    slopes_H: Tensor | None,
-    key_scales_BGTN: Tensor | None,
-    value_scales_BGTN: Tensor | None,
-    scale: float,
-    backend: str,
-) -> Tensor:
-    return choose(backend, queries)(
-        queries,
-        keys_BGTS,
-        values_BGTV,
-        scale=scale,
-        starts_BQ=starts_BQ,
-        lengths_B=lengths_B,
-        rope_queries_BHQR=rope_queries_BHQR,
-        rope_keys_BTR=rope_keys_BTR,
-        key_weights_HW=key_weights_HW,
-        value_weights_HW=value_weights_HW,
-        slopes_H=slopes_H,
-        key_scales_BGTN=key_scales_BGTN,
-        value_scales_BGTN=value_scales_BGTN,
-    )
+def _run(queries: Tensor, keys_BGTS: Tensor, values_BGTV: Tensor | None, *others: Any) -> Tensor:
+    *options, scale, backend = others
+    named = dict(zip(OPTIONS, options, strict=True))
+    return choose(backend, queries)(queries, keys_BGTS, values_BGTV, scale=scale, **named)
 
 
 @torch.library.register_fake("keyshift::stream_attention")
