@@ -8,11 +8,15 @@ from pathlib import Path
 
 import filelock
 import pytest
+import torch
 
 from keyshift.compare import Hooks, compare
+from keyshift.data import prepare
 from keyshift.errors import UserError
 from keyshift.recipe import Recipe, parse_recipe
 from keyshift.results import Report
+from keyshift.tasks import RepeatedTokens
+from keyshift.training import MixedSource, TaskSource, TextSource
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 VARIANTS = {
@@ -117,9 +121,9 @@ def corpus(folder: Path) -> Path:
     return folder
 
 
-def text_recipe(paths: list[str], **changes) -> Recipe:
+def text_recipe(paths: list[str], task: dict | None = None, **changes) -> Recipe:
     data = {"paths": paths, "vocab_size": 300, "sequence_length": 32, "validation_fraction": 0.2}
-    return recipe(task=None, data={**data, **changes}, seeds=1)
+    return recipe(task=task, data={**data, **changes}, seeds=1)
 
 
 def test_text_is_compared_in_nats_and_bits_per_byte(tmp_path):
@@ -131,6 +135,55 @@ def test_text_is_compared_in_nats_and_bits_per_byte(tmp_path):
         assert last.accuracy is None
         ratio = {round(point.bits_per_byte / point.loss, 9) for point in variant.runs[0].curve}
         assert len(ratio) == 1
+
+
+def test_text_mixed_with_a_task_is_measured_on_both(tmp_path):
+    chosen = text_recipe([str(corpus(tmp_path / "text"))], task={"name": "repeated"}, task_share=0.25)
+    calls = iter([False] * 15 + [True] * 1000)  # into the second run
+    assert not compare(chosen, tmp_path / "parts", hooks=Hooks(stop=lambda: next(calls))).complete
+    report = compare(chosen, tmp_path / "parts", resume=True)
+    assert numbers(report) == numbers(compare(chosen, tmp_path / "whole"))
+    assert report.kind == "text"
+    assert {"train", "chance_level", "guessing"} <= report.data.keys()
+    for variant in report.variants:
+        first, *_, last = variant.runs[0].curve
+        assert last.loss < first.loss
+        assert last.bits_per_byte > 0
+        assert 0 <= last.accuracy <= 1
+    assert (tmp_path / "whole/figures/accuracy.png").exists()
+    page = (tmp_path / "whole/report.html").read_text()
+    assert "bits per byte) and an accuracy of" in page
+    assert '<th scope="col">Accuracy</th>' in page
+
+
+def test_a_share_of_every_batch_is_the_task(tmp_path):
+    text = prepare(
+        [str(corpus(tmp_path / "text"))],
+        tmp_path / "data",
+        tokenizer=None,
+        vocab_size=300,
+        sequence_length=32,
+        batch_size=8,
+    )
+    task = RepeatedTokens(text.vocab_size, 32)
+    source = MixedSource(TextSource(text, 32), TaskSource(task), share=0.25)
+    assert (source.vocab_size, source.sequence_length) == (text.vocab_size, 32)
+    for step in (0, 1):
+        mixed, again = source.train_batch(3, step, 8), source.train_batch(3, step, 8)
+        parts = text.train.batch(step, 6, 32, 3), task.batch(3, step, 2)
+        for name in ("input_ids", "labels"):
+            assert torch.equal(mixed[name], torch.cat([part[name] for part in parts]))
+        assert torch.equal(mixed["position_ids"][:6], parts[0]["position_ids"])
+        assert (mixed["position_ids"][6:] == torch.arange(32)).all()
+        assert mixed.keys() == again.keys()
+        assert all(torch.equal(mixed[name], again[name]) for name in mixed)
+
+
+def test_a_task_that_contradicts_the_trained_tokenizer_is_refused_by_name(tmp_path):
+    task = {"name": "repeated", "vocab_size": 5000}
+    chosen = text_recipe([str(corpus(tmp_path / "text"))], task, task_share=0.5, vocab_size=5000)
+    with pytest.raises(UserError, match=r"task\.vocab_size=5000 contradicts the text's vocab_size=\d+"):
+        compare(chosen, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ VALID = {"title": "t", "task": {"name": "induction"}, "variants": {"a": {"attent
 
 @pytest.mark.parametrize("name", sorted(builtin_recipes()))
 def test_built_in_recipes_are_valid_down_to_their_models(name):
-    recipe = load_recipe(name, {"data.paths": ["x.txt"]} if name == "text" else None)
+    recipe = load_recipe(name, None if name == "induction" else {"data.paths": ["x.txt"]})
     assert configs(recipe, vocab_size=300, sequence_length=32).keys() == recipe.variants.keys()
 
 
@@ -54,6 +54,11 @@ def test_overrides_reach_into_tables():
         ({"task": {"name": "induction", "vocab_size": "big"}}, "must be an integer"),
         ({"data": {"paths": ["x"]}}, "trains on a task and reads no text"),
         ({"data": {"paths": ["x"], "vocab_size": 300}}, "exactly one of the tables"),
+        ({"data": {"paths": ["x"], "task_share": 1.0}}, "data.task_share=1.0"),
+        ({"data": {"task_share": 0.5}}, "no text to read"),
+        ({"data": {"paths": ["x"], "task_share": 0.999}}, "data.task_share=0.999 of training.batch_size=64"),
+        ({"data": {"paths": ["x"], "task_share": 0.001}}, "rows leaves none for the task"),
+        ({"task": None, "data": {"paths": ["x"], "task_share": 0.5}}, "needs a [task] to mix with the text"),
         ({"task": None}, "exactly one of the tables"),
         ({"task": None, "data": {}}, "no text to read"),
     ],
@@ -64,6 +69,32 @@ def test_mistakes_are_named_with_a_way_out(change, message):
     assert message in str(caught.value)
     assert "my.toml" in str(caught.value) or "task." in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MIXED = {"paths": ["x"], "vocab_size": 300, "sequence_length": 32, "task_share": 0.5}
+
+
+def test_a_task_mixed_with_text_takes_its_sizes_from_the_text():
+    assert parse_recipe({**VALID, "data": MIXED}, "r").task == {"name": "induction"}
+    agreeing = {"name": "repeated", "vocab_size": 300, "sequence_length": 32}
+    parse_recipe({**VALID, "data": MIXED, "task": agreeing}, "r")
+    task = build_task({"name": "repeated"}, vocab_size=300, sequence_length=32)
+    assert (task.vocab_size, task.sequence_length) == (300, 32)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"vocab_size": 299}, "task.vocab_size=299 contradicts the text's vocab_size=300; leave it out"),
+        ({"sequence_length": 64}, "task.sequence_length=64 contradicts the text's sequence_length=32"),
+        ({"longest": 30}, "task longest=30"),
+        ({"longets": 30}, "task.longets is not known; did you mean 'longest'"),
+    ],
+)
+def test_a_task_that_does_not_fit_its_text_is_refused(task, message):
+    with pytest.raises(UserError) as caught:
+        parse_recipe({**VALID, "data": MIXED, "task": {"name": "repeated", **task}}, "r")
+    assert message in str(caught.value)
 
 
 def test_a_missing_recipe_names_the_nearest(tmp_path):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
-import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +16,6 @@ import filelock
 import torch
 import transformers
 
-import keyshift
 from keyshift.attention.shift import Shift
 from keyshift.cache import cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
@@ -28,10 +23,11 @@ from keyshift.data import prepare
 from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
 from keyshift.measure import decode_seconds, measured_bytes_per_token
 from keyshift.modeling import KeyshiftForCausalLM
-from keyshift.recipe import Recipe, build_task
+from keyshift.provenance import command_line, environment, moment
+from keyshift.recipe import Recipe, TextData, build_task
 from keyshift.report import write_report
 from keyshift.results import Point, Report, RunResult, ShiftWeights, VariantResult
-from keyshift.training import BatchSource, Outcome, Progress, TaskSource, TextSource, train
+from keyshift.training import BatchSource, MixedSource, Outcome, Progress, TaskSource, TextSource, train
 
 RECIPE_FILE = "recipe.json"
 OWN_FILES = {RECIPE_FILE, ".lock", "data", "runs", "figures", "report.json", "report.html"}
@@ -188,28 +184,42 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _source(recipe: Recipe, out: Path, hooks: Hooks) -> tuple[BatchSource, dict[str, Any]]:
-    if recipe.task is not None:
-        task = build_task(recipe.task)
-        return TaskSource(task), {"chance_level": task.chance_level(), "guessing": task.guessing}
-    assert recipe.data is not None
+    """What the recipe trains on, and facts about it for the report."""
+    if recipe.data is None:
+        return _task_source(recipe)
+    text, facts = _text_source(recipe.data, recipe.training.batch_size, out, hooks)
+    if recipe.data.task_share is None:
+        return text, facts
+    task, task_facts = _task_source(recipe, vocab_size=text.vocab_size, sequence_length=text.sequence_length)
+    return MixedSource(text, task, recipe.data.task_share), {**facts, **task_facts}
 
+
+def _task_source(recipe: Recipe, **sizes: int) -> tuple[TaskSource, dict[str, Any]]:
+    assert recipe.task is not None
+    task = build_task(recipe.task, **sizes)
+    return TaskSource(task), {"chance_level": task.chance_level(), "guessing": task.guessing}
+
+
+def _text_source(
+    settings: TextData, batch_size: int, out: Path, hooks: Hooks
+) -> tuple[TextSource, dict[str, Any]]:
     def preparing(done: int, total: int) -> None:
         if hooks.stop():
             raise KeyboardInterrupt  # nothing to save yet
         hooks.preparing(done, total)
 
     data = prepare(
-        recipe.data.paths,
+        settings.paths,
         out / "data",
-        tokenizer=recipe.data.tokenizer,
-        vocab_size=recipe.data.vocab_size,
-        sequence_length=recipe.data.sequence_length,
-        batch_size=recipe.training.batch_size,
-        validation_fraction=recipe.data.validation_fraction,
+        tokenizer=settings.tokenizer,
+        vocab_size=settings.vocab_size,
+        sequence_length=settings.sequence_length,
+        batch_size=batch_size,
+        validation_fraction=settings.validation_fraction,
         progress=preparing,
         keep=(out / RECIPE_FILE).exists(),
     )
-    return TextSource(data, recipe.data.sequence_length), data.summary()
+    return TextSource(data, settings.sequence_length), data.summary()
 
 
 def _runs(recipe: Recipe, source: BatchSource, out: Path) -> list[Run]:
@@ -321,8 +331,8 @@ def _report(
     return Report(
         title=recipe.title,
         kind="text" if recipe.data else "task",
-        command=shlex.join([Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--resume")]),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(leave_out="--resume"),
+        created=moment(),
         environment=environment(),
         recipe=recipe.model_dump(mode="json"),
         data=facts,
@@ -362,25 +372,3 @@ def _variant(run: Run, recipe: Recipe, model: KeyshiftForCausalLM) -> VariantRes
         cache_bytes_per_token=cache_bytes_per_token(run.config, model.dtype),
         cache_bytes_per_token_measured=measured_bytes_per_token(model),
     )
-
-
-def environment() -> dict[str, str]:
-    """What the numbers were measured with."""
-    return {
-        "keyshift": keyshift.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
-        "threads": str(torch.get_num_threads()),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor"
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown processor")

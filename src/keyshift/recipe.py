@@ -1,4 +1,4 @@
-"""A recipe: what to train (variants), on what (a task or text), and how. Written in TOML, checked here."""
+"""A recipe: what to train (variants), on what (a task, text or both), and how. In TOML, checked here."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class TextData(Section):
     vocab_size: int = Field(4096, ge=257, description="of a tokenizer that is trained")
     sequence_length: int = Field(256, ge=2)
     validation_fraction: float = Field(0.05, gt=0, lt=1)
+    task_share: float | None = Field(
+        None, gt=0, lt=1, description="share of every batch's rows that [task] fills; None reads text alone"
+    )
 
 
 class Training(Section):
@@ -99,14 +102,7 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
         raise UserError(f"recipe {origin}: {_describe(error)}") from error
     if recipe.task is not None and recipe.data is not None and set(content["data"]) <= {"paths"}:
         raise UserError(f"recipe {origin} trains on a task and reads no text; leave out {recipe.data.paths}")
-    if (recipe.task is None) == (recipe.data is None):
-        raise UserError(f"recipe {origin}: needs exactly one of the tables [task] and [data]")
-    if recipe.data is not None and not recipe.data.paths:
-        raise UserError(
-            f"recipe {origin}: no text to read; name files or folders after it, or set data.paths"
-        )
-    if recipe.task is not None:
-        build_task(recipe.task)
+    _check_sources(recipe, origin)
     valid = config_fields()
     for table, fields in [
         ("model", recipe.model),
@@ -118,8 +114,43 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
     return recipe
 
 
-def build_task(table: dict[str, Any]) -> Task:
-    """The task of a ``[task]`` table: ``name`` picks it, the rest are its fields."""
+def _check_sources(recipe: Recipe, origin: str) -> None:
+    """Raises `UserError` unless there is a task, or text to read, or both and the share of each."""
+    task, data = recipe.task, recipe.data
+    share = None if data is None else data.task_share
+    if share is None and (task is None) == (data is None):
+        raise UserError(
+            f"recipe {origin}: needs exactly one of the tables [task] and [data], or both and data.task_share"
+        )
+    if share is not None and task is None:
+        raise UserError(
+            f"recipe {origin}: data.task_share={share} needs a [task] to mix with the text; add the table or "
+            "leave out the share"
+        )
+    rows = recipe.training.batch_size
+    if share is not None and not 0 < round(share * rows) < rows:
+        raise UserError(
+            f"recipe {origin}: data.task_share={share} of training.batch_size={rows} rows leaves none for "
+            f"{'the task' if share < 0.5 else 'text'}; change one of them"
+        )
+    if data is not None and not data.paths:
+        raise UserError(
+            f"recipe {origin}: no text to read; name files or folders after it, or set data.paths"
+        )
+    if task is not None and data is None:
+        build_task(task)
+    if task is not None and data is not None and data.tokenizer is None:  # a loaded one's size is not known
+        build_task(task, vocab_size=data.vocab_size, sequence_length=data.sequence_length)
+
+
+def build_task(table: dict[str, Any], **sizes: int) -> Task:
+    """The task of a ``[task]`` table: ``name`` picks it, the rest are its fields.
+
+    ``sizes`` are those of the text that it is mixed with: the table need not give them.
+
+    Raises:
+        UserError: an unknown task or field, a value of a wrong type, or one that contradicts ``sizes``.
+    """
     fields = dict(table)
     name = fields.pop("name", None)
     if name not in TASKS:
@@ -131,6 +162,11 @@ def build_task(table: dict[str, Any]) -> Task:
             raise UserError(f"task.{field} is not known; {nearest(field, valid)}")
         if not isinstance(value, int):
             raise UserError(f"task.{field}={value!r} must be an integer")
+    for field, value in sizes.items():
+        if fields.setdefault(field, value) != value:
+            raise UserError(
+                f"task.{field}={fields[field]} contradicts the text's {field}={value}; leave it out"
+            )
     return task(**fields)
 
 

@@ -71,13 +71,14 @@ def _after(row: Row) -> str:
 
 
 def _text_outcome(row: Row, reference: Row | None) -> str | None:
-    loss, bits = row["final_loss"], row["bits_per_byte"]
+    loss, bits, accuracy = row["final_loss"], row["bits_per_byte"], row["final_accuracy"]
     if loss is None:
         return None
     error = "" if loss["std"] is None else f" ± {as_loss(loss['std'])}"
     per_byte = "" if bits is None else f" ({as_loss(bits['mean'])} bits per byte)"
+    on_task = "" if accuracy is None else f" and an accuracy of {as_percent(accuracy['mean'])} on the task"
     over = f"mean of {loss['seeds']} seeds" if loss["seeds"] > 1 else "one seed"
-    value = f"{as_loss(loss['mean'])}{error} nats per token{per_byte}"
+    value = f"{as_loss(loss['mean'])}{error} nats per token{per_byte}{on_task}"
     text = f"ended at a held-out loss of {value}{_after(row)}, {over}"
     if reference is None or row is reference or reference["final_loss"] is None:
         return text

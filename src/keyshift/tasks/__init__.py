@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from keyshift.tasks.induction import Induction
+from keyshift.tasks.repeated import RepeatedTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,6 @@ class Task(Protocol):
         ...
 
 
-TASKS: dict[str, type[Task]] = {"induction": Induction}
+TASKS: dict[str, type[Task]] = {"induction": Induction, "repeated": RepeatedTokens}
 
-__all__ = ["TASKS", "Induction", "Task"]
+__all__ = ["TASKS", "Induction", "RepeatedTokens", "Task"]

@@ -1,4 +1,4 @@
-"""Where batches come from: a task or prepared text. A batch is a pure function of (seed, step)."""
+"""Where batches come from: a task, prepared text, or both. A batch is a pure function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -69,6 +69,35 @@ class TextSource:
         held_out = self.data.validation.sequential(batch_size, self.sequence_length, batches)
         loss, _, count = _score(model, held_out)
         return {"loss": loss / count, "bits_per_byte": self.data.bits_per_byte(loss / count)}
+
+
+@dataclass
+class MixedSource:
+    """Text and a task in every batch, the task in ``share`` of the rows (rounded).
+
+    Validation gives the text's ``loss`` and ``bits_per_byte`` and the task's ``accuracy``.
+    """
+
+    text: TextSource
+    task: TaskSource
+    share: float
+    vocab_size: int = field(init=False)
+    sequence_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.text.vocab_size
+        self.sequence_length = self.text.sequence_length
+
+    def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
+        of_task = round(self.share * batch_size)
+        text = self.text.train_batch(seed, step, batch_size - of_task)
+        task = self.task.train_batch(seed, step, of_task)
+        task["position_ids"] = torch.arange(self.sequence_length).expand(of_task, -1)
+        return {name: torch.cat((rows, task[name])) for name, rows in text.items()}
+
+    def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
+        measured = self.text.validate(model, batch_size, batches)
+        return {**measured, "accuracy": self.task.validate(model, batch_size, batches)["accuracy"]}
 
 
 @torch.no_grad()

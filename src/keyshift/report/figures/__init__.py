@@ -15,7 +15,7 @@ def draw_figures(report: Report) -> list[Picture]:
 
     with style.context(["default", STYLE]):
         drawn = [
-            draw_curves(report, "accuracy") if report.kind == "task" else None,
+            draw_curves(report, "accuracy"),
             draw_curves(report, "loss"),
             draw_cache(report),
             draw_shift(report),
