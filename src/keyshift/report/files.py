@@ -18,16 +18,16 @@ def write_report(report: Report, directory: Path) -> None:
     """
     pictures = directory / "figures"
     pictures.mkdir(parents=True, exist_ok=True)
-    _write(directory / "report.json", report.model_dump_json(indent=2).encode() + b"\n")
+    write(directory / "report.json", report.model_dump_json(indent=2).encode() + b"\n")
     figures = draw_figures(report)
     for figure in figures:
-        _write(pictures / f"{figure.name}.png", figure.png)
+        write(pictures / f"{figure.name}.png", figure.png)
     for name in set(FIGURE_NAMES) - {figure.name for figure in figures}:
         (pictures / f"{name}.png").unlink(missing_ok=True)
-    _write(directory / "report.html", render_page(report, figures).encode())
+    write(directory / "report.html", render_page(report, figures).encode())
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     """Replace ``path`` in one step: a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,6 +1,8 @@
-"""How a number is written, the same in tables, sentences and figures."""
+"""How a number or a time is written, the same in tables, sentences and figures."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 from keyshift.report.numbers import Row
 
@@ -28,3 +30,23 @@ def as_compact(value: float) -> str:
 def as_range(steps: Row) -> str:
     """From the first to the last of the steps at which a level was reached; "" where they are the same."""
     return "" if steps["min"] == steps["max"] else f"{steps['min']:,}–{steps['max']:,}"
+
+
+def as_score(value: float) -> str:
+    """A score from 0 to 1: 0.66."""
+    return f"{value:.2f}"
+
+
+def as_signed(value: float) -> str:
+    """Two decimals with a sign: +4.18, −0.64, and 0.00 without one where nothing is left of it."""
+    text = f"{value:+.2f}".replace("-", "−")
+    return text[1:] if text[1:] == "0.00" else text
+
+
+def as_moment(text: str) -> str:
+    """An ISO 8601 time for readers; anything else as it is."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text

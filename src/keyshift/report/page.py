@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keyshift.report.cells import EMPTY, filled_columns
 from keyshift.report.figures.canvas import Picture, look_of
+from keyshift.report.formats import as_moment
 from keyshift.report.heads import heads_of
 from keyshift.report.numbers import reference_variant, summary_rows
 from keyshift.report.sentences import diverged, sentences, unfinished
+from keyshift.report.template import fill
 from keyshift.results import Report, VariantResult
 
 
@@ -27,19 +28,11 @@ class ShiftTable(NamedTuple):
 
 def render_page(report: Report, pictures: Sequence[Picture]) -> str:
     """The whole page as text."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     rows = summary_rows(report)
     columns = [column for column in filled_columns(report.kind, rows) if column.title]
     reference = reference_variant(report)
-    return environment.get_template("report.html.j2").render(
+    return fill(
+        Path(__file__).with_name("report.html.j2"),
         report=report,
         variants=[
             {
@@ -57,7 +50,7 @@ def render_page(report: Report, pictures: Sequence[Picture]) -> str:
         reference=None if reference is None else reference.name,
         pictures=pictures,
         shift_tables=[table for variant in report.variants if (table := _shift_table(variant))],
-        created=_moment(report.created),
+        created=as_moment(report.created),
         data={key.replace("_", " "): _fact(value) for key, value in report.data.items()},
         recipe=json.dumps(report.recipe, indent=2, ensure_ascii=False, default=str),
     )
@@ -79,15 +72,6 @@ def _shift_table(variant: VariantResult) -> ShiftTable | None:
         lines.append([str(seed), str(head.layer), str(head.head), *weights])
     titles = [f"{symbol}{place + 1}" for _, symbol, place in columns]
     return ShiftTable(variant.name, ["Seed", "Layer", "Head", *titles], lines)
-
-
-def _moment(text: str) -> str:
-    """An ISO 8601 time for readers; anything else as it is."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text
 
 
 def _fact(value: Any) -> str:

@@ -118,12 +118,12 @@ def wide_axes(names: Sequence[str]) -> tuple[Figure, Axes]:
 
     height = max(3.5, 0.9 + len(names) * LABEL_GAP / 72)
     figure = Figure(figsize=(WIDTH, height))
-    right = WIDTH - 0.4 - max(_text_width(name) for name in names)
+    right = WIDTH - 0.4 - max(text_width(name) for name in names)
     figure.subplots_adjust(left=0.62 / WIDTH, right=right / WIDTH, bottom=0.5 / height, top=1 - 0.16 / height)
     return figure, figure.add_subplot()
 
 
-def _text_width(text: str) -> float:
+def text_width(text: str) -> float:
     """Inches that ``text`` takes at the figures' font size."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
