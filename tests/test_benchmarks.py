@@ -37,9 +37,9 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     )
 
 
-def quickly(script: str, **environment: str) -> dict[str, Any]:
+def quickly(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
     """What a benchmark prints last, at a tiny size."""
-    return result(run(script, "--quick", "--threads", "1", **environment))
+    return result(run(script, "--quick", "--threads", "1", *arguments, **environment))
 
 
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -78,6 +78,17 @@ def test_shift() -> None:
         "shift cost of a training step",
         "shift over unfold convolution",
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_circuits() -> None:
+    found = quickly("circuits.py", "--rounds", "2")
+    assert names(found) == [
+        "time of head scores over plain forward passes",
+        "time of head scores over forward passes without logits",
+        "peak memory over forward passes without logits, MB",
+    ]
+    assert set(found["peak_megabytes"]) == {"plain", "hidden", "watched", "eager", "long"}
 
 
 def test_trainer() -> None:

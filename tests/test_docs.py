@@ -83,19 +83,33 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path("path/to/config.json").write_text(config.text)
     names: dict[str, object] = {"__name__": "__main__"}
     printed: dict[str, str] = {}
+    last = ""
     for block in fences(page):
+        shown, last = last, ""
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "python":
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 exec(compile(block.text, str(page), "exec"), names)
+            last = output.getvalue()
         elif block.language == "bash":
             for line in block.text.splitlines():
                 printed[line] = check_command(line, monkeypatch)
+            last = printed.get("keyshift circuits toy", "")
         elif block.language == "text" and block.text.startswith("mechanism "):
             assert block.text.strip() == printed["keyshift cache config.json"].strip()
+        elif block.language == "text" and shown:
+            assert_same_output(shown, block.text)
         else:
             assert block.language in ("text", "toml"), f"a block of {block.language} is not tested"
+
+
+def assert_same_output(printed: str, documented: str) -> None:
+    """The same words, and numbers that agree but for the rounding of another machine."""
+    number = r"[-+]?\d+(?:\.\d+)?"
+    assert re.sub(number, "#", printed).split() == re.sub(number, "#", documented).split()
+    found, claimed = (list(map(float, re.findall(number, text))) for text in (printed, documented))
+    assert found == pytest.approx(claimed, rel=2e-3, abs=0.011)
 
 
 def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> str:

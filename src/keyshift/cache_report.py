@@ -46,13 +46,15 @@ def load_config(name_or_path: str) -> PreTrainedConfig:
         UserError: nothing there, not JSON, or a model type that transformers does not know.
     """
     path = Path(name_or_path)
-    if not path.exists() and (path.is_absolute() or path.suffix or name_or_path.startswith((".", "~"))):
+    if not path.exists() and (
+        path.is_absolute() or path.suffix == ".json" or name_or_path.startswith((".", "~"))
+    ):
         raise UserError(f"model={name_or_path!r}: no such file or folder; pass a config.json or a checkpoint")
     try:
         if path.is_file():
             content = json.loads(path.read_text())
             return AutoConfig.for_model(content.pop("model_type"), **content)
-        return AutoConfig.from_pretrained(name_or_path)
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except KeyError as error:
         raise UserError(f"{name_or_path} has no {error}: not a transformers config.json") from error
     except UserError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,19 @@ from transformers.utils import logging
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, first_line
 
+PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+"""What transformers only warns of."""
 
-def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+
+def load_strictly(
+    load: Callable[..., Any], name: Any, *args: Any, refused: Sequence[str] = PROBLEMS, **kwargs: Any
+) -> Any:
     """Call transformers' ``from_pretrained`` and refuse what it only warns of.
 
     Args:
         load: the ``from_pretrained`` to call.
         name: folder or hub name; None builds from ``state_dict`` and ``config``, as there.
+        refused: which of `PROBLEMS` are errors.
         args, kwargs: passed on; ``ignore_mismatched_sizes=True`` still lets misshapen weights through.
 
     Raises:
@@ -27,18 +33,18 @@ def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any
             weights.
     """
     wants_info = kwargs.pop("output_loading_info", False)
-    problems = ["missing_keys", "unexpected_keys", "mismatched_keys"]
+    problems = set(refused)
     if kwargs.pop("ignore_mismatched_sizes", False):
-        problems.remove("mismatched_keys")
+        problems.discard("mismatched_keys")
     if name is not None and kwargs.get("config") is None:
         _check_model_type(name)
     try:
-        with _errors_only():
+        with errors_only():
             model, info = load(name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     except (SafetensorError, RuntimeError) as error:
         raise UserError(f"checkpoint {name} cannot be read: {first_line(error)}") from error
-    for problem in problems:
-        if info[problem]:
+    for problem in PROBLEMS:
+        if problem in problems and info[problem]:
             raise UserError(
                 f"checkpoint {name} does not fit its configuration: {problem.replace('_', ' ')} "
                 f"{sorted(map(str, info[problem]))[:3]}"
@@ -47,7 +53,7 @@ def load_strictly(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any
 
 
 @contextmanager
-def _errors_only() -> Iterator[None]:
+def errors_only() -> Iterator[None]:
     """Silence transformers' warnings: what it warns of here is an error of ours, in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()

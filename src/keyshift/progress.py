@@ -1,4 +1,4 @@
-"""What a comparison shows while it runs: a bar per run, rates, the time left."""
+"""What long work shows while it runs: bars, rates, the time left."""
 
 from __future__ import annotations
 
@@ -48,6 +48,30 @@ def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterat
             progress=display.progress,
             finished=display.finished,
         )
+
+
+@contextmanager
+def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Show one bar at a time for work in stages: call with what is being done, how much of it is, and of how
+    much."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        running: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in running:
+                for task in running.values():
+                    bars.update(task, visible=False)
+                running[what] = bars.add_task(what, total=total)
+            bars.update(running[what], completed=done, total=total, visible=True)
+
+        yield progress
 
 
 @dataclass

@@ -203,7 +203,7 @@ class Attention(nn.Module):
         # fallback.
         values = pad(values, (0, keys.shape[-1] - width))
         attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
+            self.config._attn_implementation, eager_attention_forward
         )
         keys, values = (
             repeat_kv(heads.transpose(1, 2), self.dense_heads // heads.shape[2]) for heads in (keys, values)
@@ -275,7 +275,7 @@ def rms(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean().sqrt()
 
 
-def eager_attention(
+def eager_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
