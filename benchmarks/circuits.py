@@ -6,17 +6,14 @@ GPT-2 small with random weights, float32, 100 sequences of [BOS] + 50 + 50 token
 heads.
 
 - plain: the same sequences in the same batches through the transformers model, logits and all.
-- hidden: the same without logits, which scores do not need: what watching itself adds is best seen against
-this.
+- hidden: the same without logits, which scores do not need: what watching adds shows best against this.
 - watched: `keyshift.circuits.head_scores`.
-- eager, without a bar: what one would do otherwise: ``attn_implementation="eager"``,
-``output_attentions=True``, and the same
-  scores taken from the patterns that it returns, in the same batches.
-- Times are medians of the ratios of paired rounds. Memory is the peak resident growth of each in a process
-of its
-  own (Linux: /proc), over what is resident when the model is built and has run once.
+- eager, without a bar: what one would do otherwise, ``attn_implementation="eager"`` and
+  ``output_attentions=True``, and the same scores taken from the patterns that it returns, batch by batch.
+- Times are medians of the ratios of paired rounds. Memory is the peak resident growth of each in a process of
+  its own (Linux: /proc), over what is resident when the model is built and has run once.
 - long: a 4,096-token sequence through the same architecture with room for it; it has to work, its memory is
-shown.
+  shown.
 """
 
 from __future__ import annotations

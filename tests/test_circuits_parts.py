@@ -48,9 +48,12 @@ def check_sum(model: CircuitModel, found: LiftResult, streams: Streams, sequence
     group = head // (call.queries_BHTD.shape[1] // call.keys_BGTD.shape[1])
     total, rows = 0.0, 0
     n = sequences.period
+    visible = call.visible().expand(len(sequences.ids_ST), call.queries_BHTD.shape[1], -1, -1)[:, head]
     for sequence in range(len(sequences.ids_ST)):
         for row in range(1 + n, sequences.ids_ST.shape[1]):
-            places = [place for place in range(row - n + 1, 1, -n) if place >= 2]
+            places = [j for j in range(row - n + 1, 1, -n) if visible[sequence, row, j]]
+            if not places:  # all outside the window
+                continue
             query = call.queries_BHTD[sequence, head, row].double()
             scores = [float(query @ call.keys_BGTD[sequence, group, j].double()) for j in places]
             total += call.scaling * sum(scores) / len(scores)
@@ -115,6 +118,12 @@ def test_parts_in_half_precision(name: str, dtype: torch.dtype) -> None:
             assert part.target == pytest.approx(by_name[part.name].target, abs=16 * step * size)
     factor = read_streams(model, sequences.ids_ST).factors[0]
     assert factor == pytest.approx(0.3 if name == "granite" else 1, rel=1e-2)
+
+
+def test_a_window_without_a_target_is_refused() -> None:
+    model = CircuitModel(zoo.build("mistral"))
+    with pytest.raises(UserError, match="its window is too short"):
+        lift(model, sample_repeats(model, period=8, sequences=2, bos=0), 1, 0)
 
 
 def test_each_part_by_hand() -> None:

@@ -7,10 +7,10 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D width of queries 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,40 +102,28 @@ Observer = Callable[[AttentionCall], Tensor | None]
 """Sees an attention call; what it returns, if anything, replaces the output [B, T, H, V]."""
 
 
-class Tap(Protocol):
-    """How the attention of a kind of model is reached."""
-
-    def attentions(self, model: nn.Module) -> set[type[nn.Module]]:
-        """The classes of modules that this tap knows by sight; empty where calls alone tell."""
-        ...
-
-    def __call__(self, model: nn.Module, observer: Observer) -> AbstractContextManager[None]:
-        """Within the context, every attention call inside ``model`` is shown to ``observer``."""
-        ...
+Tap = Callable[[nn.Module, Observer], AbstractContextManager[None]]
+"""How the attention of a kind of model is reached: within the context, every attention call inside the module
+is shown to the observer."""
 
 
-class InterfaceTap:
+@contextmanager
+def tap_interface(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Through transformers' attention interface: the function that the model picked is called as ever, and
     what went in and came out is shown."""
-
-    def attentions(self, model: nn.Module) -> set[type[nn.Module]]:
-        return set()
-
-    @contextmanager
-    def __call__(self, model: nn.Module, observer: Observer) -> Iterator[None]:
-        modules = {id(module) for module in model.modules()}
-        names = {_implementation(module) for module in model.modules()} - {None}
-        taps = {name: _tapped(name, modules, observer) for name in ("sdpa", "eager") if name in names}
-        before = {name: ALL_ATTENTION_FUNCTIONS._local_mapping.get(name) for name in taps}
-        for name, tap in taps.items():
-            ALL_ATTENTION_FUNCTIONS[name] = tap
-        try:
-            yield
-        finally:
-            for name, function in before.items():
-                del ALL_ATTENTION_FUNCTIONS[name]
-                if function is not None:
-                    ALL_ATTENTION_FUNCTIONS[name] = function
+    modules = {id(module) for module in model.modules()}
+    names = {_implementation(module) for module in model.modules()} - {None}
+    taps = {name: _tapped(name, modules, observer) for name in ("sdpa", "eager") if name in names}
+    before = {name: ALL_ATTENTION_FUNCTIONS._local_mapping.get(name) for name in taps}
+    for name, tap in taps.items():
+        ALL_ATTENTION_FUNCTIONS[name] = tap
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            del ALL_ATTENTION_FUNCTIONS[name]
+            if function is not None:
+                ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 def _implementation(module: nn.Module) -> str | None:
@@ -188,22 +176,16 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
     )
 
 
-class NativeTap:
-    """TransformerLens' own attention, which calls no interface: watched at its projections."""
+@contextmanager
+def tap_lens(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """At the projections of TransformerLens' own attention, which calls no interface."""
+    from transformer_lens.model_bridge.sources.native.model import NativeAttention
 
-    def attentions(self, model: nn.Module) -> set[type[nn.Module]]:
-        from transformer_lens.model_bridge.sources.native.model import NativeAttention
-
-        return {NativeAttention}
-
-    @contextmanager
-    def __call__(self, model: nn.Module, observer: Observer) -> Iterator[None]:
-        kinds = tuple(self.attentions(model))
-        with ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, kinds):
-                    stack.enter_context(_watched(module, observer))
-            yield
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, NativeAttention):
+                stack.enter_context(_watched(module, observer))
+        yield
 
 
 @contextmanager
@@ -223,11 +205,8 @@ def _watched(module: Any, observer: Observer) -> Iterator[None]:
     handles = [module.register_forward_pre_hook(entered, with_kwargs=True)]
     handles += [getattr(module, name).register_forward_hook(projected(name)) for name in "qkv"]
     handles.append(module.o.register_forward_pre_hook(leaving))
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _native_call(module: Any, seen: dict[str, Any], output: Tensor) -> AttentionCall:
@@ -263,3 +242,13 @@ def observe_each(modules: Sequence[nn.Module], observers: dict[int, Observer]) -
         return None if chosen is None else chosen(call)
 
     return observer
+
+
+@contextmanager
+def hooked(handles: Iterable[Any]) -> Iterator[None]:
+    """Remove these hooks at the end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from keyshift.attention.shift import Shift, shift_sequence
-from keyshift.circuits.capture import AttentionCall
+from keyshift.circuits.capture import AttentionCall, hooked
 from keyshift.circuits.marks import KINDS, Marks
-from keyshift.circuits.model import CircuitModel, hooked
+from keyshift.circuits.model import CircuitModel
 from keyshift.circuits.norms import inner_norms
 from keyshift.circuits.repeats import Repeats
 from keyshift.circuits.results import LiftResult, Part
 from keyshift.circuits.streams import Streams, read_streams, stream_pieces
 from keyshift.circuits.weights import content_width
+from keyshift.errors import UserError
 
 Side = Literal["key", "query"]
 
@@ -49,8 +50,11 @@ def lift(
 
     Returns:
         The parts, largest lift first. ``residual`` is the largest difference between their sum and the
-        model's
-        own score, over all the scores looked at: rounding, or the split is wrong.
+        model's own score, over all the scores looked at: rounding, or the split is wrong.
+
+    Raises:
+        UserError: a layer or head out of range; a stream that is no sum of what heads wrote; no induction
+            target inside the layer's window.
     """
     model.check_head(layer, head)
     streams = streams or read_streams(model, sequences.ids_ST)
@@ -61,7 +65,10 @@ def lift(
     targets = marks.weights(slice(None))[..., KINDS.index("induction")].bool().to(model.device)
     visible = call.visible()
     allowed = visible[:, head if visible.shape[1] > 1 else 0].expand_as(targets)
+    targets = targets & allowed
     rows = targets.any(-1)
+    if not bool(rows.any()):
+        raise UserError(f"layer {layer} of {model.name} sees no induction target: its window is too short")
     own = _scores(call, head, call.queries_BHTD, call.keys_BGTD)
     total = torch.zeros_like(own)
     parts = []

@@ -94,9 +94,8 @@ class Marks:
         if self.period is not None and self.convention != "transformer_lens":
             if self.convention == "arena":
                 return both & (distance == self.period)
-            inside = self._place_BT[:, None] >= (
-                2 if kind == "induction" else 1
-            )  # BOS is no copy of anything
+            first = 2 if kind == "induction" else 1  # BOS is no copy of anything
+            inside = self._place_BT[:, None] >= first
             return both & inside & (distance > 0) & (distance % self.period == 0)
         earlier = self.ids_BT[:, rows, None] == self.ids_BT[:, None]
         earlier = earlier & both & (back > 0)

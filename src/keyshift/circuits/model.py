@@ -6,15 +6,15 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keyshift.circuits.capture import AttentionCall, InterfaceTap, NativeTap, Observer, Tap
+from keyshift.circuits.capture import AttentionCall, Observer, Tap, hooked, tap_interface, tap_lens
 from keyshift.circuits.norms import Norm, read_norm
 from keyshift.errors import UserError
 
@@ -84,10 +84,11 @@ class CircuitModel:
         native = hasattr(model, "original_model")
         self.module: nn.Module = model.original_model if native else model  # type: ignore[assignment]
         self.module.eval()
-        self.tap: Tap = NativeTap() if native else InterfaceTap()
+        self.native = native
+        self.tap: Tap = tap_lens if native else tap_interface
         self.config: Any = model.cfg if native else model.config.get_text_config()  # type: ignore[union-attr,operator]
         self._check_weights()
-        self._find_embeddings(native)
+        self._find_embeddings()
         self._check_tokenizer()
         found = self._found()
         self.layers = self._layers(found)
@@ -279,7 +280,7 @@ class CircuitModel:
         return str(token_id) if self.tokenizer is None else self.tokenizer.decode([token_id])
 
     def _inputs(self, mask_BT: Tensor | None) -> dict[str, Any]:
-        inputs: dict[str, Any] = {} if isinstance(self.tap, NativeTap) else {"use_cache": False}
+        inputs: dict[str, Any] = {} if self.native else {"use_cache": False}
         if mask_BT is not None and not bool(mask_BT.all()):
             mask = mask_BT.to(self.device)
             inputs["attention_mask"] = mask.long()
@@ -306,8 +307,8 @@ class CircuitModel:
                     f"weight {name} of {self.name} has NaN or infinite entries: nothing to analyse"
                 )
 
-    def _find_embeddings(self, native: bool) -> None:
-        if native:
+    def _find_embeddings(self) -> None:
+        if self.native:
             if not hasattr(self.module, "tok_embed"):
                 raise UserError(
                     f"{self.name} is a TransformerLens bridge around {type(self.module).__name__}: pass that "
@@ -424,13 +425,3 @@ def _with_hidden(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, kwargs = given
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-
-
-@contextmanager
-def hooked(handles: list[Any]) -> Iterator[None]:
-    """Remove these hooks at the end."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

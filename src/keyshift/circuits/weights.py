@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from keyshift.attention.shift import Shift
-from keyshift.circuits.capture import AttentionCall
-from keyshift.circuits.model import CircuitModel, Layer, hooked
+from keyshift.circuits.capture import AttentionCall, hooked
+from keyshift.circuits.model import CircuitModel, Layer
 from keyshift.circuits.norms import Norm, inner_norms
 from keyshift.errors import UserError
 
