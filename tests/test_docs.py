@@ -303,9 +303,11 @@ def test_every_key_of_a_task_is_documented_with_its_default() -> None:
 def options(command: str) -> set[str]:
     group = typer.main.get_command(cli.app)
     parameters = group.commands[command].params
-    return {name for parameter in parameters for name in parameter.opts if name.startswith("--")} - {"--help"}
+    names = {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
+    return {name for name in names if name.startswith("--")} - {"--help"}
 
 
 def test_every_option_is_documented() -> None:
     assert table(section("docs/compare.md", "## Options")).keys() == options("compare")
     assert table(section("docs/caches.md", "## The table for a model you have")).keys() == options("cache")
+    assert table(section("docs/circuits.md", "## Options")).keys() - {"MODEL"} == options("circuits")

@@ -175,6 +175,9 @@ def circuits(
     ablation: Annotated[
         str, typer.Option(help="What stands in for a head: mean, position_mean, zero or resample.")
     ] = "mean",
+    fold_norms: Annotated[
+        bool, typer.Option("--fold-norms/--raw-norms", help="Multiply norms' gains into the weights.")
+    ] = True,
     text: Annotated[str | None, typer.Option(help="A prompt that repeats something.")] = None,
     heads: Annotated[
         list[str] | None, typer.Option("--head", help="Look at this head as an induction head: 1.6")
@@ -182,14 +185,14 @@ def circuits(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Find, measure and break the heads that complete repeats, in any causal language model."""
-    from keyshift.circuits.command import analyse_models, toy_lines
+    from keyshift.circuits.command import analyse_models, toy_lines, toy_values
     from keyshift.circuits.report import print_circuits, summary
     from keyshift.circuits.study import Settings
     from keyshift.progress import stages
 
     console = Console(stderr=as_json, highlight=False)
     if model == "toy":
-        typer.echo("\n".join(toy_lines()))
+        _print_json(toy_values()) if as_json else typer.echo("\n".join(toy_lines()))
         return
     settings = Settings(
         period=period,
@@ -200,6 +203,7 @@ def circuits(
         bos=bos,
         convention=convention,  # type: ignore[arg-type]  # checked by analyse
         method=ablation,  # type: ignore[arg-type]
+        fold_norms=fold_norms,
         text=text,
         heads=tuple(heads or ()),
     )
@@ -223,7 +227,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _print_json(rows: list[dict[str, Any]]) -> None:
+def _print_json(rows: Any) -> None:
     import json
 
     typer.echo(json.dumps(rows, indent=2))

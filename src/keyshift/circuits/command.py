@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +84,21 @@ def example_patterns(model: CircuitModel, result: ModelResult, settings: Setting
         else [[[]] * most if each is None else each.tolist() for each in betas],
         note=note,
     )
+
+
+def toy_values() -> dict[str, Any]:
+    """The hand-built circuit as plain JSON values."""
+    toy = toy_circuit()
+    return {
+        "sequence": SEQUENCE,
+        "stream": toy.stream_TD.tolist(),
+        "scores": toy.scores_T.tolist(),
+        "weights": toy.weights_T.tolist(),
+        "logits": toy.logits_V.tolist(),
+        "k_composition_term": toy.term_VV.tolist(),
+        "matching": toy.matching.model_dump(),
+        "examples": {name: value.model_dump() for name, value in toy.examples.items()},
+    }
 
 
 def toy_lines() -> list[str]:

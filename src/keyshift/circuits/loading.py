@@ -78,6 +78,8 @@ def load_model(name_or_path: str) -> CircuitModel:
             found = _of_transformers(name_or_path)
     model = CircuitModel(*found, name=name_or_path)
     _check_causal(model)
+    if folder.is_dir():
+        model.name = folder.resolve().name  # the path served to say what is wrong with it
     return model
 
 
