@@ -358,8 +358,10 @@ def test_correlations_by_hand() -> None:
     # 0.72, 0.45, 0.06, 0.05
     assert found["both", "induction"].rho == pytest.approx(1)
     assert found["key", "loss_increase"].rho is None
-    assert all(each.heads == 4 for each in found.values())
-    assert correlations(heads[:2]) == []
+    assert all(each.sets == 4 for each in found.values())
+    assert correlations(heads[:3]) == []
+    twice = [*heads, *(head.model_copy(update={"head": 10 + head.head}) for head in heads)]
+    assert correlations(twice) == list(found.values())  # heads that share weights count once
     unknown = [heads[0].model_copy(update={"induction_loss_increase": None}), *heads[1:]]
     assert {each.against for each in correlations(unknown)} == {"induction"}
 

@@ -365,8 +365,8 @@ def shifted() -> ModelResult:
             for (k, v), n in quadrant.items()
         ],
         correlations=[
-            CorrelationResult(of="both", against="induction", rho=0.8, p_value=0.2, heads=4),
-            CorrelationResult(of="key", against="loss_increase", rho=None, p_value=None, heads=4),
+            CorrelationResult(of="both", against="induction", rho=0.8, p_value=0.2, sets=4),
+            CorrelationResult(of="key", against="loss_increase", rho=None, p_value=None, sets=4),
         ],
         findings=["Head 0.0 does induction in one layer."],
     )

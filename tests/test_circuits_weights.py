@@ -423,12 +423,13 @@ def test_positivity_of_the_whole_table(name: str, fold: bool) -> None:
         term = embed @ query @ key.T @ (embed @ earlier_in @ earlier_out).T
         found = vocabulary.matching(second, head, first, 3 - head)
         assert found.value == pytest.approx(full_positivity(term), abs=1e-7)
-        through = vocabulary.matching_through_shift(second, head)
         if name == "ours":
+            through = vocabulary.matching_through_shift(second, head)
             expected = full_positivity(back * embed @ query @ key.T @ embed.T)
             assert through.value == pytest.approx(expected, abs=1e-7)
         else:
-            assert through.zero
+            with pytest.raises(UserError, match="layer 1 does not shift its keys"):
+                vocabulary.matching_through_shift(second, head)
         table = (beta * embed @ into @ out @ unembed.T).float()
         tokens = torch.arange(2, model.vocabulary)
         share = (table.argmax(-1) == torch.arange(model.vocabulary))[2:].double().mean()
@@ -463,7 +464,7 @@ def test_a_zero_head() -> None:
     assert model.copying(weights, 1).zero
     assert model.direct(weights, 1).zero
     assert not model.copying(weights, 0).zero
-    assert composition("K", weights, 1, weights, 0) == 0
+    assert composition("K", weights, 1, layer_weights(opened(two_layers()), 0), 0) == 0
 
 
 def test_conditioning() -> None:
@@ -494,19 +495,19 @@ def test_positivity_lies_between(size: int, seed: int) -> None:
 # --- composition
 
 
-def random_weights(seed: int, width: int = 10, heads: int = 2) -> LayerWeights:
+def random_weights(seed: int, width: int = 10, heads: int = 2, layer: int = 1) -> LayerWeights:
     draw = torch.Generator().manual_seed(seed)
     query, key, value, output = (
         torch.randn(shape, generator=draw, dtype=torch.float64)
         for shape in ((heads, width, 3), (heads, width, 3), (heads, width, 4), (heads, 4, width))
     )
-    return LayerWeights(query, key, value, output)
+    return LayerWeights(layer, query, key, value, output)
 
 
 @given(st.integers(0, 999), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_composition_is_that_of_whole_matrices(seed: int, width: int) -> None:
-    later, earlier = random_weights(seed, width), random_weights(seed + 1, width)
+    later, earlier = random_weights(seed, width), random_weights(seed + 1, width, layer=0)
     ov = earlier.value_GDM[0] @ earlier.output_HMD[0]
     qk = later.query_HDN[1] @ later.key_GDN[1].T
     own = later.value_GDM[1] @ later.output_HMD[1]
@@ -518,13 +519,13 @@ def test_composition_is_that_of_whole_matrices(seed: int, width: int) -> None:
 
 def random_zero(width: int) -> LayerWeights:
     zeros = torch.zeros(1, width, 3, dtype=torch.float64)
-    return LayerWeights(zeros, zeros, zeros, zeros.mT)
+    return LayerWeights(0, zeros, zeros, zeros, zeros.mT)
 
 
 def pair(queries: Tensor, keys: Tensor) -> LayerWeights:
     """A head whose QK circuit looks from the first columns to the second; it writes nothing."""
     nothing = torch.zeros_like(queries[None])
-    return LayerWeights(queries[None], keys[None], nothing, nothing.mT)
+    return LayerWeights(1, queries[None], keys[None], nothing, nothing.mT)
 
 
 def swapped(later: LayerWeights, earlier: LayerWeights) -> float:
@@ -540,7 +541,7 @@ def test_a_pair_that_exposes_the_swapped_product() -> None:
     which compares A with B, scores the same both ways and cannot tell."""
     one = torch.eye(16, dtype=torch.float64)
     a, b = one[:, :8], one[:, 8:]
-    earlier = LayerWeights(a[None], a[None], a[None], b.T[None])
+    earlier = LayerWeights(0, a[None], a[None], a[None], b.T[None])
     reads, blind, classic = pair(b, b), pair(a, a), pair(a, b)
     assert composition("K", reads, 0, earlier, 0) == pytest.approx(8**-0.5)
     assert round(composition("K", reads, 0, earlier, 0), 3) == 0.354
@@ -549,6 +550,18 @@ def test_a_pair_that_exposes_the_swapped_product() -> None:
     assert round(swapped(blind, earlier), 3) == 0.354
     assert composition("K", classic, 0, earlier, 0) == pytest.approx(swapped(classic, earlier))
     assert round(swapped(classic, earlier), 3) == 0.354
+
+
+def test_what_composition_refuses() -> None:
+    later, earlier = random_weights(0), random_weights(1, layer=0)
+    with pytest.raises(UserError, match="kind='k' is not known"):
+        composition("k", later, 0, earlier, 0)  # type: ignore[arg-type]
+    for first, second in ((earlier, later), (later, later)):
+        with pytest.raises(UserError, match="is not earlier than"):
+            composition("K", first, 0, second, 0)
+    for head, other in ((2, 0), (0, 2), (-1, 0)):
+        with pytest.raises(UserError, match="is out of range: layer"):
+            composition("K", later, head, earlier, other)
 
 
 @pytest.mark.parametrize("kind", ["K", "Q", "V"])
@@ -560,14 +573,15 @@ def test_random_baseline(kind: Any) -> None:
     assert found == random_composition(kind, later, earlier)
     assert found != random_composition(kind, later, earlier, seed=1)
     scores = [
-        composition(kind, random_weights(s, 400, 1), 0, random_weights(s + 1, 400, 1), 0) for s in range(40)
+        composition(kind, random_weights(s, 400, 1), 0, random_weights(s + 1, 400, 1, layer=0), 0)
+        for s in range(40)
     ]
     assert found == pytest.approx(sum(scores) / 40, rel=0.1)
 
 
 def test_the_papers_random_level() -> None:
     """0.044 for rank 64 in 512 dimensions."""
-    shapes = LayerWeights(*(torch.zeros(1, 512, 64),) * 3, torch.zeros(1, 64, 512))
+    shapes = LayerWeights(0, *(torch.zeros(1, 512, 64),) * 3, torch.zeros(1, 64, 512))
     assert round(random_composition("K", shapes, shapes), 3) == 0.044
 
 

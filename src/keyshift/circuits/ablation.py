@@ -22,6 +22,7 @@ from keyshift.errors import UserError, nearest
 
 Method = Literal["mean", "position_mean", "zero", "resample"]
 Head = tuple[int, int]
+"""Layer and head; functions also take its name, ``"1.6"``."""
 POPULATION = {
     "mean": "their mean over all positions and sequences",
     "position_mean": "their mean over all sequences, position by position",
@@ -72,7 +73,7 @@ def check_method(method: str) -> None:
 
 
 def ablating(
-    model: CircuitModel, heads: Iterable[Head], method: Method = "mean", means: Means | None = None
+    model: CircuitModel, heads: Iterable[Head | str], method: Method = "mean", means: Means | None = None
 ) -> Observer:
     """What to pass as observer, so that the model runs without these heads.
 
@@ -91,8 +92,7 @@ def ablating(
             f"method={method!r} needs means: mean_results(model, ids) over the tokens that are typical"
         )
     by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        model.check_head(layer, head)
+    for layer, head in as_pairs(model, heads):
         by_layer.setdefault(layer, []).append(head)
 
     def editor(layer: int, chosen: list[int]) -> Observer:
@@ -105,6 +105,14 @@ def ablating(
 
     modules = [layer.attention for layer in model.layers]
     return observe_each(modules, {layer: editor(layer, chosen) for layer, chosen in by_layer.items()})
+
+
+def as_pairs(model: CircuitModel, heads: Iterable[Head | str]) -> list[Head]:
+    """Heads given as pairs or names, as pairs. Raises `UserError` for one that the model does not have."""
+    pairs = [model.head(each) if isinstance(each, str) else each for each in heads]
+    for layer, head in pairs:
+        model.check_head(layer, head)
+    return pairs
 
 
 def _stand_in(call: AttentionCall, layer: int, method: Method, means: Means | None) -> Tensor:
@@ -140,32 +148,35 @@ def heads_of_key_head(model: CircuitModel, layer: int, key_head: int) -> list[He
 def ablate(
     model: CircuitModel,
     sequences: Repeats,
-    heads: Sequence[Head],
+    heads: Sequence[Head | str],
     *,
     role: str = "",
     method: Method = "mean",
     means: Means | None = None,
-    watched: Sequence[Head] = (),
+    watched: Sequence[Head | str] = (),
     convention: Convention = "paper",
 ) -> AblationResult:
     """Loss and top-1 on each copy without ``heads``, and the induction scores of ``watched`` heads then.
 
     Args:
         role: kept in the result: why these heads.
-        method, means: as in `ablating`.
+        method, means: as in `ablating`; means that are needed and not given are taken over ``sequences``.
         convention: of the induction scores.
     """
-    edit = ablating(model, heads, method, means) if heads else None
+    chosen, seen = as_pairs(model, heads), as_pairs(model, watched)
+    if chosen and means is None and method in ("mean", "position_mean"):
+        means = mean_results(model, sequences.ids_ST)
+    edit = ablating(model, chosen, method, means) if chosen else None
     loss, right = prediction_losses(model, sequences.ids_ST, observer=edit)
-    scores = head_scores(model, sequences, convention=convention, edit=edit) if watched else None
+    scores = head_scores(model, sequences, convention=convention, edit=edit) if seen else None
     return AblationResult(
-        heads=[f"{layer}.{head}" for layer, head in heads],
+        heads=[f"{layer}.{head}" for layer, head in chosen],
         role=role,
         loss=sequences.by_copy(loss),
         top1=sequences.by_copy(right),
         induction={
             f"{layer}.{head}": scores.of("induction", layer, head)
-            for layer, head in watched
+            for layer, head in seen
             if scores is not None
         },
     )

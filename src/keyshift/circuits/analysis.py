@@ -31,6 +31,7 @@ def analyse(
     study = begin(model, settings or Settings(), progress)
     heads = head_table(study)
     add_effects(study, heads)
+    lifts = evidence.lifts(study)
     result = ModelResult(
         facts=_facts(study),
         convention=study.settings.convention,
@@ -42,9 +43,9 @@ def analyse(
         previous_token_head=None if study.previous is None else evidence.name(study.previous),
         induction_heads=[evidence.name(head) for head in study.induction],
         compositions=evidence.compositions(study),
-        lifts=evidence.lifts(study),
+        lifts=lifts,
         ablation_method=f"result vectors replaced with {POPULATION[study.settings.method]}",
-        ablations=evidence.ablations(study),
+        ablations=evidence.ablations(study, lifts),
         quadrants=quadrants(heads),
         correlations=correlations(heads),
         parking=evidence.parking(study),

@@ -6,12 +6,13 @@ swapped order is another number (the correction to A Mathematical Framework for 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from keyshift.circuits.weights import LayerWeights
+from keyshift.errors import UserError
 
 Composition = Literal["K", "Q", "V"]
 RANDOM_DRAWS = 20
@@ -24,7 +25,11 @@ def composition(
 
     Row vectors, W_OV = W_V W_O, W_QK = W_Q W_K^T. Q: W_OV^p W_QK^h; K: W_QK^h (W_OV^p)^T; V: W_OV^p W_OV^h.
     0 where a factor is zero.
+
+    Raises:
+        UserError: an unknown kind, a head out of range, or a head that is not earlier.
     """
+    _check(kind, weights, head, earlier, earlier_head)
     return _score(kind, weights.qk(head), weights.ov(head), earlier.ov(earlier_head))
 
 
@@ -43,6 +48,19 @@ def random_composition(
         for _ in range(RANDOM_DRAWS)
     ]
     return sum(scores) / len(scores)
+
+
+def _check(kind: str, weights: LayerWeights, head: int, earlier: LayerWeights, earlier_head: int) -> None:
+    if kind not in get_args(Composition):
+        raise UserError(f"kind={kind!r} is not known; valid names: K, Q, V")
+    if earlier.layer >= weights.layer:
+        raise UserError(
+            f"head {earlier.layer}.{earlier_head} is not earlier than {weights.layer}.{head}: only what an "
+            "earlier layer wrote can be read"
+        )
+    for each, index in ((weights, head), (earlier, earlier_head)):
+        if not 0 <= index < each.heads:
+            raise UserError(f"head={index} is out of range: layer {each.layer} has 0 to {each.heads - 1}")
 
 
 def _score(

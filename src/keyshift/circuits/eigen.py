@@ -16,6 +16,7 @@ from torch import Tensor
 from keyshift.circuits.model import CircuitModel
 from keyshift.circuits.results import Positivity
 from keyshift.circuits.weights import LayerWeights, embedding, unembedding
+from keyshift.errors import UserError
 
 VOCABULARY_CHUNK = 8192
 NOTHING = 1e-12
@@ -70,7 +71,18 @@ class Vocabulary:
         return positivity(key.T @ self.embeds @ query, weights.alpha(head, 0))
 
     def matching_through_shift(self, weights: LayerWeights, head: int, back: int = 1) -> Positivity:
-        """Positivity of α W_E W_QK W_E^T: the present token against the one ``back`` before the source."""
+        """Positivity of α W_E W_QK W_E^T: the present token against the one ``back`` before the source.
+
+        It is `direct`, but for the sign and the presence of α: that a head *uses* its shift, its key lift
+        shows.
+
+        Raises:
+            UserError: keys that are not shifted.
+        """
+        if weights.key_shift_HW is None:
+            raise UserError(
+                f"layer {weights.layer} does not shift its keys: there is no match through a shift"
+            )
         query, key = weights.qk(head)
         return positivity(key.T @ self.embeds @ query, weights.alpha(head, back))
 

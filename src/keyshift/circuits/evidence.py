@@ -69,9 +69,13 @@ def lifts(study: Study) -> list[LiftResult]:
     return found
 
 
-def ablations(study: Study) -> list[AblationResult]:
-    """The repeated sequences without the heads of the circuit, and without others as a control."""
-    trials = _trials(study)
+def ablations(study: Study, lifted: Sequence[LiftResult]) -> list[AblationResult]:
+    """The repeated sequences without the heads of the circuit, and without others as a control.
+
+    Args:
+        lifted: of `lifts`: which heads the induction heads rely on.
+    """
+    trials = _trials(study, lifted)
     results = []
     for number, (role, heads) in enumerate(trials):
         study.progress("ablations", number, len(trials))
@@ -90,27 +94,47 @@ def ablations(study: Study) -> list[AblationResult]:
     return results
 
 
-def _trials(study: Study) -> list[tuple[str, list[Head]]]:
-    """Roles and heads: nothing first, then the circuit's, then for each kind the head least like it."""
+def _trials(study: Study, lifted: Sequence[LiftResult]) -> list[tuple[str, list[Head]]]:
+    """Roles and heads: nothing first, then the circuit's, then controls: heads that no lift relies on."""
     trials: list[tuple[str, list[Head]]] = [("nothing ablated", [])]
+    relied_on = {part.writer for each in lifted for part in each.parts if part.lift > 0.1 * _whole(each)}
     if study.previous is not None:
-        same = [
-            (layer, head) for layer, head, _ in strongest(study.scores, "previous_token", [study.previous[0]])
-        ]
         trials.append(("strongest previous-token head", [study.previous]))
-        if len(same) > 2:
-            trials.append(("next previous-token head of the layer", [same[1]]))
-            trials.append(("control: least previous-token head of the layer", [same[-1]]))
+        trials += _beside(study, study.previous, relied_on)
+    trials += _askers(study, lifted)
+    called = "chosen head" if study.settings.heads else "induction head"
     for number, each in enumerate(study.induction, start=1):
-        trials.append(("induction head" if number == 1 else f"induction head, no. {number}", [each]))
+        trials.append((called if number == 1 else f"{called}, no. {number}", [each]))
     if study.induction:
         ranked = strongest(study.scores, "induction", [study.induction[0][0]])
         others = [(layer, head) for layer, head, _ in ranked if (layer, head) not in study.induction]
-        if others:
-            trials.append(("control: least induction head of the layer", [others[-1]]))
+        trials += [("control: least induction head of the layer", others[-1:])] if others else []
     if len(study.induction) > 1:
-        trials.append(("all induction heads", list(study.induction)))
+        trials.append((f"all {called}s", list(study.induction)))
     return trials
+
+
+def _beside(study: Study, previous: Head, relied_on: set[str | None]) -> list[tuple[str, list[Head]]]:
+    """The next previous-token head of the layer, and the least that no induction head relies on."""
+    same = [(layer, head) for layer, head, _ in strongest(study.scores, "previous_token", [previous[0]])]
+    trials = [("next previous-token head of the layer", same[1:2])]
+    controls = [head for head in same[2:] if name(head) not in relied_on]
+    trials.append(("control: least previous-token head of the layer", controls[-1:]))
+    return [(role, heads) for role, heads in trials if heads]
+
+
+def _askers(study: Study, lifted: Sequence[LiftResult]) -> list[tuple[str, list[Head]]]:
+    """The head, if it is one, that writes most of what the strongest induction head's query lifts."""
+    for each in lifted:
+        if each.side == "query" and study.induction and each.head == name(study.induction[0]):
+            top = each.parts[0].writer
+            if top is not None and (study.previous is None or top != name(study.previous)):
+                return [(f"writes the query of {each.head}", [study.model.head(top)])]
+    return []
+
+
+def _whole(lifted: LiftResult) -> float:
+    return abs(sum(part.lift for part in lifted.parts))
 
 
 def parking(study: Study) -> list[ParkingResult]:

@@ -11,14 +11,20 @@ STANDS_OUT = 0.2
 def describe(result: ModelResult) -> list[str]:
     """One sentence per finding, the most important first."""
     sentences = [_repeating(result)]
-    for name in result.induction_heads[:1]:
+    scores = {head.name: head.induction for head in result.heads}
+    good = [name for name in result.induction_heads if scores[name] >= STANDS_OUT]
+    for name in good[:1]:
         sentences += _about_head(result, name)
-    sentences += _about_others(result)
+    sentences += _about_others(result, good[1:])
+    for name in result.induction_heads:
+        if name not in good:
+            sentences += _about_head(result, name)
     if not result.induction_heads:
         best = max(result.heads, key=lambda head: head.induction)
         sentences.append(
             f"No head stands out as an induction head: the highest score is {best.induction:.3f} "
-            f"(head {best.name}), where even spreading gives {result.levels.induction:.3f}."
+            f"(head {best.name}), where even spreading gives {result.levels.induction:.3f}; "
+            f"--head {best.name} looks at it all the same."
         )
     return sentences + _about_shift(result)
 
@@ -26,11 +32,14 @@ def describe(result: ModelResult) -> list[str]:
 def _repeating(result: ModelResult) -> str:
     repeats = result.repeats
     first, last = repeats.copies[0], repeats.copies[-1]
-    verb = "falls" if last.loss < first.loss else "goes"
+    change = f"goes from {first.loss:.2f} nats on the first copy to {last.loss:.2f} on the last"
+    if abs(last.loss - first.loss) < 0.05:
+        change = f"stays at {last.loss:.2f} nats"
+    elif last.loss < first.loss:
+        change = change.replace("goes", "falls")
     return (
-        f"On {repeats.sequences} sequences of {repeats.period} random tokens, repeated, the loss {verb} "
-        f"from {first.loss:.2f} nats on the first copy to {last.loss:.2f} on the last (an even guess: "
-        f"{repeats.uniform_loss:.2f}); {last.top1:.1%} of the last copy is the first guess."
+        f"On {repeats.sequences} sequences of {repeats.period} random tokens, repeated, the loss {change} "
+        f"(an even guess: {repeats.uniform_loss:.2f}); {last.top1:.1%} of the last copy is the first guess."
     )
 
 
@@ -38,27 +47,28 @@ def _about_head(result: ModelResult, name: str) -> list[str]:
     head = next(head for head in result.heads if head.name == name)
     stands_out = head.induction >= STANDS_OUT
     does = "completes repeats" if stands_out else "does not stand out"
+    convention = "" if result.convention == "paper" else f" by the convention of {result.convention}"
     sentences = [
-        f"Head {name} {does}: it puts {head.induction:.2f} of its weight on the token after the earlier "
-        f"copy of the present one, where even spreading gives {result.levels.induction:.3f}."
+        f"Head {name} {does}{convention}: it puts {head.induction:.2f} of its weight on the token after the "
+        f"earlier copy of the present one, where even spreading gives {result.levels.induction:.3f}."
     ]
     if stands_out:
         sentences += _how_it_finds(result, head)
     return sentences + _what_breaks(result, name)
 
 
-def _about_others(result: ModelResult) -> list[str]:
+def _about_others(result: ModelResult, others: list[str]) -> list[str]:
     """The further induction heads in one sentence, and what happens without all of them."""
-    scores = {head.name: head.induction for head in result.heads}
-    others = [name for name in result.induction_heads[1:] if scores[name] >= STANDS_OUT]
     if not others:
         return []
+    scores = {head.name: head.induction for head in result.heads}
     listed = ", ".join(f"{name} ({scores[name]:.2f})" for name in others)
-    sentences = [f"{len(others)} more {'head does' if len(others) == 1 else 'heads do'} so: {listed}."]
+    more = "1 more head completes" if len(others) == 1 else f"{len(others)} more heads complete"
+    sentences = [f"{more} repeats, by their score: {listed}."]
     for each in result.ablations[1:]:
         if each.heads == result.induction_heads:
             loss = f"{each.loss[-1]:.2f} instead of {result.ablations[0].loss[-1]:.2f} nats"
-            sentences.append(f"Without all of these induction heads the loss on the last copy is {loss}.")
+            sentences.append(f"Without all of these heads the loss on the last copy is {loss}.")
     return sentences
 
 
@@ -71,34 +81,34 @@ def _how_it_finds(result: ModelResult, head: HeadResult) -> list[str]:
     share = _share(top, key)
     if top.shift:
         place = "the token before" if top.shift == 1 else f"the token {top.shift} places before"
-        return [
-            f"It finds the place by its own shifted key: {share} is the {top.name} of {place} the source."
-        ]
-    if _is_head(top.name):
-        weights = _composition(result, head.name, "K", top.name)
+        what = f"what head {top.writer} wrote into" if top.writer else f"the {top.name} of"
+        return [f"It finds the place by its own shifted key: {share} is {what} {place} the source."]
+    if top.writer:
+        weights = _composition(result, head.name, "K", top.writer)
         sentences = [
-            f"It finds the place by K-composition: {share} comes from what head {top.name} wrote into the "
+            f"It finds the place by K-composition: {share} comes from what head {top.writer} wrote into the "
             f"source{weights}."
         ]
-        if _is_head(asking.name):
-            weights = _composition(result, head.name, "Q", asking.name)
+        if asking.writer:
+            weights = _composition(result, head.name, "Q", asking.writer)
             sentences.append(
-                f"Its query is composed as well: {_share(asking, query)} comes from what head {asking.name} "
-                f"wrote at the present position{weights}."
+                f"Its query is composed as well: {_share(asking, query)} comes from what head "
+                f"{asking.writer} wrote at the present position{weights}."
             )
         return sentences
-    if _is_head(asking.name):
-        weights = _composition(result, head.name, "Q", asking.name)
+    if asking.writer:
+        weights = _composition(result, head.name, "Q", asking.writer)
         return [
             f"It follows a pointer (Q-composition), by this measure: {share} is the {top.name} of the "
-            f"source, and {_share(asking, query)} on the query's side comes from head {asking.name}{weights}."
+            f"source, and {_share(asking, query)} on the query's side comes from head "
+            f"{asking.writer}{weights}."
         ]
     return [f"How it finds the place is not clear: {share} is the {top.name} of the source."]
 
 
 def _share(part: Part, lift: LiftResult) -> str:
     whole = sum(each.lift for each in lift.parts)
-    amount = "most" if part.lift > whole / 2 else "the largest part"
+    amount = "all" if part.lift > 0.99 * whole else "most" if part.lift > whole / 2 else "the largest part"
     return f"{amount} of the lift at the target ({part.lift:+.2f} of {whole:+.2f})"
 
 
@@ -113,15 +123,20 @@ def _composition(result: ModelResult, into: str, kind: str, other: str) -> str:
 
 
 def _what_breaks(result: ModelResult, name: str) -> list[str]:
+    """The loss without the head itself, and score and loss without the earlier heads that it relies on."""
     whole = result.ablations[0]
+    feeding = {
+        "strongest previous-token head": "the previous-token head",
+        f"writes the query of {name}": "head",
+    }
     sentences: list[str] = []
     for each in result.ablations[1:]:
         loss = f"{each.loss[-1]:.2f} instead of {whole.loss[-1]:.2f} nats"
         if each.heads == [name]:
             sentences.insert(0, f"Without head {name} the loss on the last copy is {loss}.")
-        elif each.heads == [result.previous_token_head] and _layer(name) > _layer(each.heads[0]):
+        elif each.role in feeding and _layer(name) > _layer(each.heads[0]):
             sentences.append(
-                f"Without the previous-token head {each.heads[0]} the induction score of {name} is "
+                f"Without {feeding[each.role]} {each.heads[0]} the induction score of {name} is "
                 f"{each.induction[name]:.2f} instead of {whole.induction[name]:.2f}, and the loss {loss}."
             )
     return sentences
@@ -132,27 +147,23 @@ def _about_shift(result: ModelResult) -> list[str]:
         return []
     counts = {(q.key_previous, q.value_previous): len(q.heads) for q in result.quadrants}
     sentences = [
-        f"Of {sum(counts.values())} sets of shift weights, {counts[True, False]} have α1 ≤ α2 and β1 > β2 "
-        f"(keys of the previous token, values of the token itself, as induction needs), "
-        f"{counts[False, False]} favour the token itself in both, {counts[True, True]} the previous one in "
-        f"both, {counts[False, True]} only in the value."
+        f"Sets of shift weights: {sum(counts.values())}. Counted as in the paper's table 4, α1 ≤ α2 with "
+        f"β1 > β2: {counts[True, False]}; the token itself in both: {counts[False, False]}; the previous one "
+        f"in both: {counts[True, True]}; only in the value: {counts[False, True]}."
     ]
     for each in result.correlations:
         if each.of == "both" and each.rho is not None and each.p_value is not None:
-            what = "induction score" if each.against == "induction" else "loss without it"
+            what = "induction score" if each.against == "induction" else "loss increase without it"
             sentences.append(
-                f"Over {each.heads} heads, the rank correlation of such shift weights with a head's {what} "
-                f"is {each.rho:+.2f} (p = {each.p_value:.2g}{', maybe chance' * (each.p_value > 0.05)})."
+                f"Over these {each.sets} sets, the share of |α| on the token before times the share of |β| "
+                f"on the token itself has a rank correlation of {each.rho:+.2f} with the {what} "
+                f"(p = {each.p_value:.2g}{', maybe chance' * (each.p_value > 0.05)})."
             )
     return sentences
 
 
 def _lift(result: ModelResult, name: str, side: str) -> LiftResult | None:
     return next((each for each in result.lifts if each.head == name and each.side == side), None)
-
-
-def _is_head(name: str) -> bool:
-    return name.replace(".", "", 1).isdigit()
 
 
 def _layer(name: str) -> int:

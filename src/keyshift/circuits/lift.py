@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ def lift(
             target inside the layer's window.
     """
     model.check_head(layer, head)
+    if side not in get_args(Side):
+        raise UserError(f"side={side!r} is not known; valid names: key, query")
     streams = streams or read_streams(model, sequences.ids_ST)
     call = streams.calls[layer]
     marks = Marks(

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -275,6 +275,16 @@ class CircuitModel:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return torch.tensor([ids if self.bos is None else [self.bos, *ids]])
 
+    def encode_all(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Token ids [S, T] of several texts, padded on the left, and their mask: 0 for padding, else 1."""
+        rows = [self.encode(text)[0] for text in texts]
+        longest = max(map(len, rows))
+        ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)
+        for each, row, real in zip(rows, ids, mask, strict=True):
+            row[longest - len(each) :] = each
+            real[longest - len(each) :] = 1
+        return ids, mask
+
     def token(self, token_id: int) -> str:
         """How a token reads; its number where there is no tokenizer."""
         return str(token_id) if self.tokenizer is None else self.tokenizer.decode([token_id])
@@ -288,10 +298,18 @@ class CircuitModel:
         return inputs
 
     def check_tokens(self, ids_BT: Tensor) -> None:
-        """Raise `UserError` for more tokens than positions, or one that is not in the vocabulary."""
+        """Raise `UserError` for what is no [B, T] of token ids, more tokens than positions, or a token that
+        is not in the vocabulary."""
+        shape = getattr(ids_BT, "shape", ())
+        if len(shape) != 2 or 0 in shape or ids_BT.is_floating_point():
+            raise UserError(
+                f"token ids must be integers of shape [sequences, tokens], not {type(ids_BT).__name__} of "
+                f"shape {tuple(shape)}; encode() makes them from text"
+            )
         if self.context is not None and ids_BT.shape[1] > self.context:
             raise UserError(
-                f"{ids_BT.shape[1]} tokens are more than {self.name} has positions for ({self.context}); "
+                f"{ids_BT.shape[1]} tokens are more than {self.name} has positions for "
+                f"({self.context}); "
                 "use shorter sequences"
             )
         for token in (int(ids_BT.min()), int(ids_BT.max())):

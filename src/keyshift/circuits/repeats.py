@@ -89,7 +89,7 @@ def sample_repeats(
     if model.context is not None and length > model.context:
         raise UserError(
             f"period={period} × repeats={repeats} makes sequences of {length} tokens, and {model.name} has "
-            f"positions for {model.context}; use a shorter period or fewer repeats"
+            f"positions for {model.context}; use a period of at most {(model.context - 1) // repeats}"
         )
     draw = torch.Generator().manual_seed(seed)
     if with_replacement:

@@ -103,6 +103,12 @@ class Part(Record):
     average: float = Field(description="mean share over all allowed sources")
     lift: float = Field(description="target - average")
 
+    @property
+    def writer(self) -> str | None:
+        """The earlier head that wrote this part, if one did."""
+        first = self.name.split()[0]
+        return first if first.replace(".", "", 1).isdigit() else None
+
 
 class LiftResult(Record):
     """Where a head's key (or query) comes from: the parts of its score at the induction target."""
@@ -119,7 +125,7 @@ class AblationResult(Record):
     """The repeated sequences again, without some heads."""
 
     heads: list[str] = Field(description="empty: nothing ablated")
-    role: str = Field(description="why these: 'previous-token head', 'control', …")
+    role: str = Field(description="why these: 'strongest previous-token head', 'control: …', …")
     loss: list[float] = Field(description="per copy")
     top1: list[float] = Field(description="per copy")
     induction: dict[str, float] = Field(description="induction score of each induction head, then")
@@ -136,13 +142,13 @@ class QuadrantResult(Record):
 
 
 class CorrelationResult(Record):
-    """Spearman's rank correlation over heads between what the shift weights say and what is measured."""
+    """Spearman's rank correlation, over sets of shift weights, with what is measured."""
 
     of: str = Field(description="'key', 'value' or 'both': the share of weight that fits induction")
     against: str = Field(description="'induction' or 'loss_increase'")
     rho: float | None = Field(description="None where one side is constant")
     p_value: float | None
-    heads: int
+    sets: int = Field(description="sets of shift weights; heads that share one count once")
 
 
 class ParkingResult(Record):

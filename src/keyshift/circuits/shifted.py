@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from keyshift.circuits.results import CorrelationResult, HeadResult, QuadrantResult
 
-MEASURES = ("induction", "loss_increase")
+MEASURES = {"induction": "induction", "loss_increase": "induction_loss_increase"}
+"""What is correlated with shift weights, and the field that holds it."""
+FEWEST = 4
+"""Sets of shift weights below which no correlation is given."""
 PAIRINGS = 9999
 """Random pairings behind a p-value (all there are, if they are fewer)."""
 
@@ -42,28 +45,28 @@ def quadrants(heads: Sequence[HeadResult]) -> list[QuadrantResult]:
 
 
 def correlations(heads: Sequence[HeadResult]) -> list[CorrelationResult]:
-    """Spearman's rank correlation over query heads between shift weights and measurements, with the share of
-    random pairings that correlate as much (the p-value of a permutation test).
+    """Spearman's rank correlation between shift weights and measurements, over sets of shift weights: query
+    heads that share theirs count once, with their mean. The p-value is a permutation test's.
 
     ``key``: the share |α2| / Σ|α| (with a longer window, all but α1); ``value``: |β1| / Σ|β|; ``both``: their
     product, 1 for the textbook's induction head with α = (0, 1), β = (1, 0).
     """
-    shifting = [head for head in heads if head.key_shift and head.value_shift]
+    groups = _sharing(heads)
     shares = {
-        "key": [1 - _own_share(head.key_shift) for head in shifting],
-        "value": [_own_share(head.value_shift) for head in shifting],
+        "key": [1 - _own_share(group[0].key_shift) for group in groups],
+        "value": [_own_share(group[0].value_shift) for group in groups],
     }
     shares["both"] = [key * value for key, value in zip(shares["key"], shares["value"], strict=True)]
     found = []
-    for against in MEASURES:
-        field = "induction" if against == "induction" else "induction_loss_increase"
-        measured = [getattr(head, field) for head in shifting]
-        if len(shifting) < 3 or None in measured:
+    for against, field in MEASURES.items():
+        measured = [_mean([getattr(head, field) for head in group]) for group in groups]
+        known = [value for value in measured if value is not None]
+        if len(known) < FEWEST or len(known) < len(measured):
             continue
         for of, values in shares.items():
-            rho, p_value = rank_correlation(values, measured)
+            rho, p_value = rank_correlation(values, known)
             found.append(
-                CorrelationResult(of=of, against=against, rho=rho, p_value=p_value, heads=len(shifting))
+                CorrelationResult(of=of, against=against, rho=rho, p_value=p_value, sets=len(groups))
             )
     return found
 

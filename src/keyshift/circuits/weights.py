@@ -30,6 +30,7 @@ class LayerWeights:
     """The matrices of one attention layer, float64, biases left out.
 
     Attributes:
+        layer: its number.
         query_HDN, key_GDN: content part of W_Q and W_K. For reconstructed keys W_K is the whole map from the
             stream to the key, so that W_Q W_K^T is W_Q M^T W_V^T (GVA) or W_Q W_UK^T W_DKV^T (MLA).
         value_GDM, output_HMD: W_V and W_O.
@@ -39,6 +40,7 @@ class LayerWeights:
         unscaled: a norm of queries, keys or a latent was replaced by its gain alone.
     """
 
+    layer: int
     query_HDN: Tensor
     key_GDN: Tensor
     value_GDM: Tensor
@@ -49,6 +51,10 @@ class LayerWeights:
     value_shift_HW: Tensor | None = None
     offset: int | None = None
     unscaled: bool = False
+
+    def __repr__(self) -> str:
+        shapes = {name: tuple(value.shape) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return f"LayerWeights(layer={self.layer}, offset={self.offset}, {shapes})"
 
     @property
     def heads(self) -> int:
@@ -115,7 +121,8 @@ def layer_weights(
             if offset:
                 near["query"] = _attended(model, found, exact, identity, position=offset)["query"]
         output = _outputs(model, found, exact)
-    return _assembled(found, near, output, rotary, offset, unscaled, fold_norms)
+    offset = offset if rotary and content_width(found) == found.shape[0] else None
+    return _assembled(layer, found, near, output, offset, unscaled, fold_norms)
 
 
 def _attended(
@@ -200,10 +207,10 @@ def content_width(layer: Layer) -> int:
 
 
 def _assembled(
+    number: int,
     layer: Layer,
     parts: dict[str, Tensor],
     output: Tensor,
-    rotary: bool,
     offset: int | None,
     unscaled: bool,
     fold_norms: bool,
@@ -215,13 +222,14 @@ def _assembled(
     width = content_width(layer)
     decoupled = width < layer.shape[0]
     whole = LayerWeights(
+        layer=number,
         query_HDN=parts["query"][..., :width],
         key_GDN=parts["key"][..., :width],
         value_GDM=parts["value"],
         output_HMD=output,
         key_shift_HW=_per_head(layer, "key_shift"),
         value_shift_HW=_per_head(layer, "value_shift"),
-        offset=offset if rotary and not decoupled else None,
+        offset=offset,
         unscaled=unscaled,
     )
     if not decoupled:
