@@ -118,8 +118,12 @@ def test_weights_in_the_result(name: str) -> None:
         assert head.direct == vocabulary.direct(own, head.head)
         assert head.key_value_head == head.head // (own.heads // model.layers[head.layer].key_heads)
         assert (head.key_shift is None) == (own.key_shift_HW is None)
-        if head.matching_with == "shift":
-            assert head.matching == vocabulary.matching_through_shift(own, head.head)
+        if head.matching_with is not None and head.matching_with.startswith("shift"):
+            assert own.key_shift_HW is not None
+            later = own.key_shift_HW[head.head, 1:].abs().tolist()
+            back = 1 + later.index(max(later))
+            assert head.matching_with == ("shift" if back == 1 else f"shift, {back} back")
+            assert head.matching == vocabulary.matching_through_shift(own, head.head, back)
         elif head.matching_with is not None:
             layer, other = model.head(head.matching_with)
             assert head.matching == vocabulary.matching(own, head.head, weights[layer], other)
@@ -326,6 +330,7 @@ def heads_with(*shifts: tuple[float, float, float, float], **measured: list[floa
             first_token=0,
             key_shift=list(shift[:2]),
             value_shift=list(shift[2:]),
+            shift_set=shifts.index(shift),
             induction_loss_increase=measured.get("loss", [1.0] * len(shifts))[index],
         )
         for index, shift in enumerate(shifts)

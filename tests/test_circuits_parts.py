@@ -115,7 +115,8 @@ def test_parts_in_half_precision(name: str, dtype: torch.dtype) -> None:
         step = torch.finfo(dtype).eps
         assert found.residual < 16 * step * size
         for part in found.parts:
-            assert part.target == pytest.approx(by_name[part.name].target, abs=16 * step * size)
+            exactly = by_name[part.name].target if part.name != "rounding" else 0
+            assert part.target == pytest.approx(exactly, abs=16 * step * size)
     factor = read_streams(model, sequences.ids_ST).factors[0]
     assert factor == pytest.approx(0.3 if name == "granite" else 1, rel=1e-2)
 

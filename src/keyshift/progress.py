@@ -61,8 +61,9 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         running: dict[str, TaskID] = {}
+        spoke = time.monotonic()
 
         def progress(what: str, done: int, total: int) -> None:
             if what not in running:
@@ -70,6 +71,10 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
                     bars.update(task, visible=False)
                 running[what] = bars.add_task(what, total=total)
             bars.update(running[what], completed=done, total=total, visible=True)
+            nonlocal spoke
+            if not console.is_terminal and time.monotonic() - spoke > SILENCE:
+                spoke = time.monotonic()
+                console.print(f"{what}: {done} of {total}", markup=False, soft_wrap=True)
 
         yield progress
 

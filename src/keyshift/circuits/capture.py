@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, H query heads, G key/value heads, D width of queries 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,9 @@ Observer = Callable[[AttentionCall], Tensor | None]
 """Sees an attention call; what it returns, if anything, replaces the output [B, T, H, V]."""
 
 
+_REGISTRY = threading.RLock()
+"""transformers' table of attention functions is one for the process: one thread changes it at a time."""
+
 Tap = Callable[[nn.Module, Observer], AbstractContextManager[None]]
 """How the attention of a kind of model is reached: within the context, every attention call inside the module
 is shown to the observer."""
@@ -111,6 +115,11 @@ is shown to the observer."""
 def tap_interface(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Through transformers' attention interface: the function that the model picked is called as ever, and
     what went in and came out is shown."""
+    with _REGISTRY:
+        yield from _tap_interface(model, observer)
+
+
+def _tap_interface(model: nn.Module, observer: Observer) -> Iterator[None]:
     modules = {id(module) for module in model.modules()}
     names = {_implementation(module) for module in model.modules()} - {None}
     taps = {name: _tapped(name, modules, observer) for name in ("sdpa", "eager") if name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def analyse_models(
         UserError: a model that cannot be loaded or analysed, settings that do not fit, a folder that cannot
             be written.
     """
+    _check_writable(directory)
     results, shown = [], []
     for each in [name] if name is not None else list(shipped_models()):
         model = load_model(each)
@@ -54,6 +56,15 @@ def analyse_models(
             f"out={directory} cannot be written ({error.strerror}); pass another --out"
         ) from error
     return report
+
+
+def _check_writable(directory: Path) -> None:
+    """Refuse a folder that could not be made or written, before the work and without making it."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(
+            f"out={directory} cannot be written ({there} is no writable folder); pass another --out"
+        )
 
 
 @torch.no_grad()

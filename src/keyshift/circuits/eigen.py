@@ -68,7 +68,8 @@ class Vocabulary:
     def direct(self, weights: LayerWeights, head: int) -> Positivity:
         """Positivity of W_E W_QK W_E^T: the present token against the source's own (shift: α1 W_QK)."""
         query, key = weights.qk(head)
-        return positivity(key.T @ self.embeds @ query, weights.alpha(head, 0))
+        sign = weights.gamma(head) * weights.alpha(head, 0)
+        return positivity(key.T @ self.embeds @ query, sign)
 
     def matching_through_shift(self, weights: LayerWeights, head: int, back: int = 1) -> Positivity:
         """Positivity of α W_E W_QK W_E^T: the present token against the one ``back`` before the source.
@@ -84,7 +85,8 @@ class Vocabulary:
                 f"layer {weights.layer} does not shift its keys: there is no match through a shift"
             )
         query, key = weights.qk(head)
-        return positivity(key.T @ self.embeds @ query, weights.alpha(head, back))
+        sign = weights.gamma(head) * weights.alpha(head, back)
+        return positivity(key.T @ self.embeds @ query, sign)
 
     def matching(
         self, weights: LayerWeights, head: int, earlier: LayerWeights, earlier_head: int
@@ -93,13 +95,15 @@ class Vocabulary:
         that head p read."""
         query, key = weights.qk(head)
         into, out = earlier.ov(earlier_head)
-        sign = weights.alpha(head, 0) * earlier.beta(earlier_head, 0)
+        sign = weights.gamma(head) * weights.alpha(head, 0) * earlier.beta(earlier_head, 0)
         return positivity((into @ (out @ key)).T @ self.embeds @ query, sign)
 
     def copied_share(self, weights: LayerWeights, head: int, tokens: Tensor) -> float:
         """Of these tokens, the share whose top output through the head's OV circuit is the token itself."""
         into, out = weights.ov(head)
         rows = embedding(self.model)[tokens] @ into * weights.beta(head, 0)
+        if not bool((rows @ out).any()):
+            return 0.0  # all logits are equal: no token is on top
         return float((self._top_tokens(rows, out) == tokens.to(rows.device)).double().mean())
 
     def raised(self, weights: LayerWeights, head: int, token: int, count: int = 5) -> list[int]:

@@ -8,11 +8,20 @@ STANDS_OUT = 0.2
 """A head is called a previous-token or induction head from this score on."""
 
 
+def stands_out(score: float, level: float) -> bool:
+    """Whether a score is at least `STANDS_OUT` and ten times even spreading.
+
+    In short sequences, where ten times is out of reach, halfway from even spreading to perfect is enough.
+    """
+    return score >= max(STANDS_OUT, min(10 * level, (1 + level) / 2))
+
+
 def describe(result: ModelResult) -> list[str]:
     """One sentence per finding, the most important first."""
     sentences = [_repeating(result)]
     scores = {head.name: head.induction for head in result.heads}
-    good = [name for name in result.induction_heads if scores[name] >= STANDS_OUT]
+    level = result.levels.induction
+    good = [name for name in result.induction_heads if stands_out(scores[name], level)]
     for name in good[:1]:
         sentences += _about_head(result, name)
     sentences += _about_others(result, good[1:])
@@ -26,7 +35,7 @@ def describe(result: ModelResult) -> list[str]:
             f"(head {best.name}), where even spreading gives {result.levels.induction:.3f}; "
             f"--head {best.name} looks at it all the same."
         )
-    return sentences + _about_shift(result)
+    return list(dict.fromkeys(sentences + _about_shift(result)))
 
 
 def _repeating(result: ModelResult) -> str:
@@ -45,14 +54,17 @@ def _repeating(result: ModelResult) -> str:
 
 def _about_head(result: ModelResult, name: str) -> list[str]:
     head = next(head for head in result.heads if head.name == name)
-    stands_out = head.induction >= STANDS_OUT
-    does = "completes repeats" if stands_out else "does not stand out"
-    convention = "" if result.convention == "paper" else f" by the convention of {result.convention}"
-    sentences = [
-        f"Head {name} {does}{convention}: it puts {head.induction:.2f} of its weight on the token after the "
-        f"earlier copy of the present one, where even spreading gives {result.levels.induction:.3f}."
-    ]
-    if stands_out:
+    good = stands_out(head.induction, result.levels.induction)
+    does = "completes repeats" if good else "does not stand out"
+    what = f"its induction score by the convention of {result.convention} is {head.induction:.2f}"
+    if result.convention == "paper":
+        what = (
+            f"it puts {head.induction:.2f} of its weight on the token after the earlier copy of the present "
+            "one"
+        )
+    level = f"where even spreading gives {result.levels.induction:.3f}"
+    sentences = [f"Head {name} {does}: {what}, {level}."]
+    if good:
         sentences += _how_it_finds(result, head)
     return sentences + _what_breaks(result, name)
 
@@ -66,7 +78,7 @@ def _about_others(result: ModelResult, others: list[str]) -> list[str]:
     more = "1 more head completes" if len(others) == 1 else f"{len(others)} more heads complete"
     sentences = [f"{more} repeats, by their score: {listed}."]
     for each in result.ablations[1:]:
-        if each.heads == result.induction_heads:
+        if each.heads == result.induction_heads and len(others) + 1 == len(each.heads):
             loss = f"{each.loss[-1]:.2f} instead of {result.ablations[0].loss[-1]:.2f} nats"
             sentences.append(f"Without all of these heads the loss on the last copy is {loss}.")
     return sentences
@@ -108,8 +120,8 @@ def _how_it_finds(result: ModelResult, head: HeadResult) -> list[str]:
 
 def _share(part: Part, lift: LiftResult) -> str:
     whole = sum(each.lift for each in lift.parts)
-    amount = "all" if part.lift > 0.99 * whole else "most" if part.lift > whole / 2 else "the largest part"
-    return f"{amount} of the lift at the target ({part.lift:+.2f} of {whole:+.2f})"
+    amount = "most" if part.lift > whole / 2 > 0 else "the largest part"
+    return f"{amount} of the lift at the target ({part.lift:+.2f}, all parts together {whole:+.2f})"
 
 
 def _composition(result: ModelResult, into: str, kind: str, other: str) -> str:

@@ -75,14 +75,17 @@ def _add_weights(study: Study, weights: LayerWeights, record: HeadResult) -> Non
     record.ov = vocabulary.copying(weights, head)
     record.copies = vocabulary.copied_share(weights, head, _asked_tokens(study, weights))
     record.direct = vocabulary.direct(weights, head)
+    if weights.shift_sets:
+        record.shift_set = head // (weights.heads // weights.shift_sets)
     if weights.key_shift_HW is not None:
         record.key_shift = weights.key_shift_HW[head].tolist()
     if weights.value_shift_HW is not None:
         record.value_shift = weights.value_shift_HW[head].tolist()
     partner = _partner(study, weights, record)
     if partner == "shift":
-        record.matching = vocabulary.matching_through_shift(weights, head)
-        record.matching_with = "shift"
+        back = _furthest(weights, head)
+        record.matching = vocabulary.matching_through_shift(weights, head, back)
+        record.matching_with = "shift" if back == 1 else f"shift, {back} back"
     elif isinstance(partner, tuple) and (earlier := study.weights(partner[0])) is not None:
         record.matching = vocabulary.matching(weights, head, earlier, partner[1])
         record.matching_with = f"{partner[0]}.{partner[1]}"
@@ -93,10 +96,17 @@ def _partner(study: Study, weights: LayerWeights, record: HeadResult) -> Head | 
     the source's own key or no previous-token head is below; else that head."""
     below = study.previous is not None and study.previous[0] < record.layer
     if weights.key_shift_HW is not None:
-        own, previous = abs(weights.alpha(record.head, 0)), abs(weights.alpha(record.head, 1))
+        own = abs(weights.alpha(record.head, 0))
+        previous = abs(weights.alpha(record.head, _furthest(weights, record.head)))
         if previous >= own or not below:
             return "shift"
     return study.previous if below else None
+
+
+def _furthest(weights: LayerWeights, head: int) -> int:
+    """How many places before the source the token stands that weighs most in a shifted key, its own apart."""
+    assert weights.key_shift_HW is not None
+    return 1 + int(weights.key_shift_HW[head, 1:].abs().argmax())
 
 
 def _asked_tokens(study: Study, weights: LayerWeights) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from keyshift.attention.shift import Shift, shift_sequence
 from keyshift.circuits.capture import AttentionCall, hooked
 from keyshift.circuits.marks import KINDS, Marks
-from keyshift.circuits.model import CircuitModel
+from keyshift.circuits.model import TOLERANCE, CircuitModel
 from keyshift.circuits.norms import inner_norms
 from keyshift.circuits.repeats import Repeats
 from keyshift.circuits.results import LiftResult, Part
@@ -53,8 +53,8 @@ def lift(
         model's own score, over all the scores looked at: rounding, or the split is wrong.
 
     Raises:
-        UserError: a layer or head out of range; a stream that is no sum of what heads wrote; no induction
-            target inside the layer's window.
+        UserError: a layer or head out of range; a stream that is no sum of what heads wrote, or parts that do
+            not add up; no induction target inside the layer's window.
     """
     model.check_head(layer, head)
     if side not in get_args(Side):
@@ -82,13 +82,19 @@ def lift(
         average = _mean_over(scores, allowed, rows)
         parts.append(Part(name=name, shift=back, target=target, average=average, lift=target - average))
     looked_at = allowed & rows[..., None]
+    residual = float((total - own)[looked_at].abs().max())
+    if residual > TOLERANCE.get(model.dtype, 1e-4) * max(1.0, float(own[looked_at].abs().max())):
+        raise UserError(
+            f"the parts of the score of head {layer}.{head} of {model.name} miss it by {residual:.2g}: its "
+            "stream is more than the pieces that were found"
+        )
     return LiftResult(
         head=f"{layer}.{head}",
         side=side,
         parts=sorted(parts, key=lambda part: -part.lift),
         sequences=len(sequences.ids_ST),
         score=_mean_over(own, targets, rows),
-        residual=float((total - own)[looked_at].abs().max()),
+        residual=residual,
     )
 
 

@@ -17,7 +17,7 @@ from transformers.utils import cached_file, logging
 
 from keyshift.cache_report import load_config
 from keyshift.checkpoint import errors_only, load_strictly
-from keyshift.circuits.model import TOLERANCE, CircuitModel
+from keyshift.circuits.model import CircuitModel
 from keyshift.errors import UserError, first_line
 
 MODELS = Path(__file__).parent / "models"
@@ -76,8 +76,7 @@ def load_model(name_or_path: str) -> CircuitModel:
             found = _of_lens_hub(name_or_path)
         else:
             found = _of_transformers(name_or_path)
-    model = CircuitModel(*found, name=name_or_path)
-    _check_causal(model)
+        model = CircuitModel(*found, name=name_or_path)
     if folder.is_dir():
         model.name = folder.resolve().name  # the path served to say what is wrong with it
     return model
@@ -140,16 +139,6 @@ def _tokenizer(name: str) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"the tokenizer of {name} has no vocabulary: files of it are missing")
     return tokenizer
-
-
-def _check_causal(model: CircuitModel) -> None:
-    """Refuse a model whose logits depend on later tokens: an encoder loads as a causal model all the same."""
-    ids = model.probe_ids.clone()
-    before = model.logits(ids)[:, :-1]
-    ids[:, -1] = (ids[:, -1] + 1) % model.vocabulary
-    changed = (model.logits(ids)[:, :-1] - before).abs().max()
-    if float(changed) > TOLERANCE.get(model.dtype, 1e-4) * float(before.abs().max()):
-        raise UserError(f"model={model.name!r} reads later tokens: an encoder, not a causal language model")
 
 
 def _lens_config(folder: Path) -> dict[str, Any] | None:

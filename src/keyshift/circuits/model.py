@@ -81,7 +81,12 @@ class CircuitModel:
     def __init__(self, model: nn.Module, tokenizer: Any = None, name: str = "model"):
         self.name = name
         self.tokenizer = tokenizer
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         native = hasattr(model, "original_model")
+        if not native and not hasattr(model, "get_output_embeddings"):
+            raise UserError(
+                f"{name} is a {type(model).__name__}, not a causal language model of transformers"
+            )
         self.module: nn.Module = model.original_model if native else model  # type: ignore[assignment]
         self.module.eval()
         self.native = native
@@ -92,9 +97,11 @@ class CircuitModel:
         self._check_tokenizer()
         found = self._found()
         self.layers = self._layers(found)
+        self.no_sum = self._why_no_sum(found)
         self.position_table = self._position_table(found)
         self.final_norm = self._final_norm(found)
         self._check_watching(found)
+        self._check_causal()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,18 +137,29 @@ class CircuitModel:
                 return value
         return None
 
-    @property
-    def post_norm_stream(self) -> bool:
-        """Whether norms stand in the stream itself (post-LN, as in OPT-350m)."""
-        return self.layers[0].norm is None and any(layer.norm is not None for layer in self.layers)
-
     def check_stream(self) -> None:
-        """Raise `UserError` where the stream is no sum."""
-        if self.post_norm_stream:
-            raise UserError(
-                f"{self.name} normalises the residual stream itself (post-LN), so that it is no sum of what "
-                "heads wrote"
-            )
+        """Raise `UserError` where the stream is no sum of what heads wrote, or cannot be told."""
+        if self.no_sum:
+            raise UserError(f"{self.name} {self.no_sum}")
+
+    def _why_no_sum(self, found: Found) -> str:
+        """Why the stream is no sum of what heads wrote; empty where it is one."""
+        post = "normalises the residual stream itself (post-LN), so that it is no sum of what heads wrote"
+        if self.layers[0].norm is None and any(layer.norm is not None for layer in self.layers):
+            return post
+        made = {id(output) for _, _, output in found.outputs}
+        for index, layer in enumerate(self.layers):
+            args, kwargs = found.inputs[id(layer.attention)]
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if layer.norm is None and index and id(hidden) not in made:
+                return "changes the stream on its way into attention, so that what attention reads is unknown"
+            written = next(output for module, _, output in found.outputs if module is layer.attention)
+            if layer.norm is not None and any(
+                given is not None and given.shape == hidden.shape and torch.equal(given, hidden + written)
+                for _, given, _ in found.outputs
+            ):
+                return post
+        return ""
 
     def head_names(self) -> list[str]:
         return [f"{index}.{head}" for index, layer in enumerate(self.layers) for head in range(layer.heads)]
@@ -183,6 +201,7 @@ class CircuitModel:
             UserError: more tokens than the model has positions for.
         """
         self.check_tokens(ids_BT)
+        self.module.eval()
         with nullcontext() if observer is None else self.tap(self.module, observer):
             output = self.module(ids_BT.to(self.device), **self._inputs(mask_BT))
         return output if isinstance(output, Tensor) else output.logits
@@ -204,6 +223,7 @@ class CircuitModel:
         if position_ids is not None:
             inputs["position_ids"] = position_ids
         self.check_tokens(ids_BT)
+        self.module.eval()
         with (
             hooked([self.head_module.register_forward_pre_hook(stop)]),
             nullcontext() if observer is None else self.tap(self.module, observer),
@@ -431,6 +451,15 @@ class CircuitModel:
                 f"the attention of {self.name} does more than softmax(scores) × values (off by {worst:.1e}): "
                 "its patterns cannot be had from queries and keys"
             )
+
+    def _check_causal(self) -> None:
+        """Refuse a model whose logits depend on later tokens: an encoder loads as a causal one, too."""
+        ids = self.probe_ids.clone()
+        before = self.logits(ids)[:, :-1]
+        ids[:, -1] = (ids[:, -1] + 1) % self.vocabulary
+        changed = float((self.logits(ids)[:, :-1] - before).abs().max()) if before.numel() else 0.0
+        if changed > TOLERANCE.get(self.dtype, 1e-4) * float(before.abs().max()):
+            raise UserError(f"{self.name} reads later tokens: an encoder, not a causal language model")
 
 
 def _inside(module: Any) -> Any:

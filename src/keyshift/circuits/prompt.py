@@ -33,6 +33,7 @@ def read_prompt(model: CircuitModel, text: str, heads: list[tuple[int, int]]) ->
     probabilities = model.logits(ids).float().softmax(-1)
     rows = []
     for layer, head in heads:
+        model.check_head(layer, head)
         effects = head_effects(model, streams, layer, after)[0, :, head]
         pattern = streams.calls[layer].pattern()[0, head]
         for place in places:

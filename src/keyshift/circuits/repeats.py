@@ -74,6 +74,8 @@ def sample_repeats(
     for name, value, least in (("period", period, 2), ("repeats", repeats, 2), ("sequences", sequences, 1)):
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed={seed} must be between 0 and 2^63 - 1")
     start = model.bos if bos is None else bos
     if start is None:
         raise UserError(f"{model.name} has no BOS token; say which token begins a sequence (bos=…, --bos …)")

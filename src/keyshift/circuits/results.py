@@ -76,6 +76,9 @@ class HeadResult(Record):
     direct: Positivity | None = Field(None, description="W_E^T W_QK W_E: present against source token")
     key_shift: list[float] | None = Field(None, description="α1, α2, … of the head")
     value_shift: list[float] | None = Field(None, description="β1, β2, … of the head")
+    shift_set: int | None = Field(
+        None, description="which of its layer's sets of shift weights the head uses; heads may share one"
+    )
     induction_loss_increase: float | None = Field(
         None, description="loss on the last copy without this head, minus the loss with it"
     )

@@ -19,7 +19,8 @@ PAIRINGS = 9999
 def quadrants(heads: Sequence[HeadResult]) -> list[QuadrantResult]:
     """Heads counted by (α1 <= α2?, β1 <= β2?), as in table 4, with their mean scores; [] without both shifts.
 
-    Query heads that share their shift weights count once, under the first one's name.
+    Query heads that share a set of shift weights count once, under the first one's name. With a longer window
+    the largest of the later weights stands for the second.
     """
     groups = _sharing(heads)
     table = []
@@ -94,18 +95,17 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> tuple[f
 
 
 def _sharing(heads: Sequence[HeadResult]) -> list[list[HeadResult]]:
-    """Heads with both shifts, those with the same weights of one layer together."""
-    groups: dict[tuple[object, ...], list[HeadResult]] = {}
+    """Heads with both shifts, those that share their set of weights together."""
+    groups: dict[tuple[int, int | None], list[HeadResult]] = {}
     for head in heads:
         if head.key_shift and head.value_shift:
-            key = (head.layer, tuple(head.key_shift), tuple(head.value_shift))
-            groups.setdefault(key, []).append(head)
+            groups.setdefault((head.layer, head.shift_set), []).append(head)
     return list(groups.values())
 
 
 def _previous(weights: Sequence[float] | None) -> bool:
     assert weights is not None
-    return weights[0] <= weights[1]
+    return weights[0] <= max(weights[1:])
 
 
 def _own_share(weights: Sequence[float] | None) -> float:

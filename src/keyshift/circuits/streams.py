@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keyshift.circuits.capture import AttentionCall
-from keyshift.circuits.model import TOLERANCE, CircuitModel, Found
+from keyshift.circuits.model import TOLERANCE, CircuitModel, Found, Layer
 from keyshift.circuits.weights import layer_weights
 from keyshift.errors import UserError
 
@@ -23,6 +23,7 @@ class Streams:
 
     Attributes:
         embedded_BTD, positions_BTD: the token's and the position's part of the first layer's input.
+        rest_BTD: what else stands before the first layer with attention (other layers); zero as a rule.
         before: the stream that enters each layer, [B, T, D].
         normed: what its attention reads.
         written: what its attention adds, biases included, after a post-norm if there is one.
@@ -34,6 +35,7 @@ class Streams:
 
     embedded_BTD: Tensor
     positions_BTD: Tensor
+    rest_BTD: Tensor
     before: list[Tensor]
     normed: list[Tensor]
     attended: list[Tensor]
@@ -59,14 +61,13 @@ def read_streams(model: CircuitModel, ids_BT: Tensor, mask_BT: Tensor | None = N
         if factors[-1] != 1:
             written[-1] = written[-1] * factors[-1]
     last_normed = found.inputs[id(model.head_module)][0][0]
-    embedded = _output_of(found, model.embed)
     table = model.position_table
-    positions = torch.zeros_like(before[0])
-    if table is not None:
-        positions = positions + _output_of(found, table)
+    positions = torch.zeros_like(before[0]) if table is None else _output_of(found, table) + 0 * before[0]
+    embedded = _embedded(_output_of(found, model.embed), before[0] - positions)
     return Streams(
-        embedded_BTD=before[0] - positions if embedded.shape == before[0].shape else before[0],
+        embedded_BTD=embedded,
         positions_BTD=positions,
+        rest_BTD=before[0] - positions - embedded,
         before=before,
         normed=normed,
         attended=attended,
@@ -83,7 +84,8 @@ def stream_pieces(model: CircuitModel, streams: Streams, layer: int) -> dict[str
     """The summands of the stream that enters ``layer``, by name, float64 [B, T, D].
 
     ``embedding``, ``position``, every earlier head (``0.3``), ``bias`` (of output projections and
-    post-norms) and for each earlier layer ``mlp 0``: all else that it added. They add up to
+    post-norms; ``rounding`` where there is none and the model computes in few bits) and for each earlier
+    layer ``mlp 0``: all else that it added. They add up to
     ``streams.before[layer]`` (after the last layer, to ``streams.last``) but for rounding.
 
     Raises:
@@ -93,18 +95,22 @@ def stream_pieces(model: CircuitModel, streams: Streams, layer: int) -> dict[str
     pieces = {"embedding": streams.embedded_BTD.double()}
     if model.position_table is not None:
         pieces["position"] = streams.positions_BTD.double()
-    bias = torch.zeros_like(pieces["embedding"])
+    if bool(streams.rest_BTD.any()):
+        pieces["layers before"] = streams.rest_BTD.double()
+    bias, biased = torch.zeros_like(pieces["embedding"]), False
     for index in range(layer):
         heads = head_writes(model, streams, index)
         for head, wrote in enumerate(heads.unbind(2)):
             pieces[f"{index}.{head}"] = wrote
         bias = bias + streams.written[index].double() - heads.sum(2)
+        biased = biased or _writes_bias(model.layers[index])
         after = (*streams.before, streams.last)[index + 1].double()
         rest = after - streams.before[index].double() - streams.written[index].double()
         if float(rest.abs().max()) > 1e-5 * float(after.abs().max()):
             pieces[f"mlp {index}"] = rest
-    if float(bias.abs().max()) > TOLERANCE.get(model.dtype, 1e-4) * float(streams.last.abs().max()):
-        pieces["bias"] = bias  # else it is rounding
+    entering = (*streams.before, streams.last)[layer]
+    if biased or float(bias.abs().max()) > 1e-5 * float(entering.abs().max()):
+        pieces["bias" if biased else "rounding"] = bias
     return pieces
 
 
@@ -131,6 +137,15 @@ def head_writes(model: CircuitModel, streams: Streams, layer: int) -> Tensor:
     return norm.linear(wrote, attended.expand_as(wrote), written.expand_as(wrote)) * factor
 
 
+def _embedded(embeds: Tensor, stream: Tensor) -> Tensor:
+    """The embedding as it stands in a stream: at most scaled, and then all of it; else by itself."""
+    if embeds.shape != stream.shape:
+        return stream
+    scale = (stream.double() * embeds.double()).sum() / embeds.double().square().sum().clamp(min=1e-300)
+    off = (stream.double() - scale * embeds.double()).norm()
+    return stream if float(off) < 0.01 * float(stream.norm()) else embeds
+
+
 def _factor(found: Found, attention: Any, before: Tensor, written: Tensor) -> float:
     """What the model multiplies attention's output with before it is added (Granite does), seen in the input
     of what reads the sum next; 1 where nothing does, as when attention and MLP are added at once."""
@@ -141,10 +156,24 @@ def _factor(found: Found, attention: Any, before: Tensor, written: Tensor) -> fl
         if given is None or given.shape != before.shape:
             continue
         added, wrote = given.double() - before.double(), written.double()
-        factor = (added * wrote).sum() / wrote.square().sum().clamp(min=1e-300)
-        if 0 < float((added - factor * wrote).norm()) < 0.05 * float(added.norm()):
-            return 1.0 if abs(float(factor) - 1) < 0.01 else float(factor)
+        size = float(wrote.square().sum().clamp(min=1e-300))
+        factor = float((added * wrote).sum()) / size
+        off = float((added - factor * wrote).norm())
+        rounding = torch.finfo(before.dtype).eps * float(before.double().norm())
+        if off == 0 or off > 0.05 * float(added.norm()) + rounding:
+            continue
+        unsure = 3 * rounding / (size * before.numel()) ** 0.5
+        return 1.0 if abs(factor - 1) < max(0.01, unsure) else factor
     return 1.0
+
+
+def _writes_bias(layer: Layer) -> bool:
+    """Whether a layer's output projection or post-norm may add a bias."""
+    found = (getattr(module, "bias", None) for module in layer.attention.modules())
+    biases = [bias for bias in found if isinstance(bias, Tensor)]
+    if layer.post_norm is not None:
+        biases.append(layer.post_norm.bias_D)
+    return any(bool(bias.any()) for bias in biases)
 
 
 def _output_of(found: Found, module: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keyshift.circuits.ablation import Head, Means, Method, check_method, mean_results
 from keyshift.circuits.eigen import Vocabulary
-from keyshift.circuits.findings import STANDS_OUT
+from keyshift.circuits.findings import stands_out
 from keyshift.circuits.marks import Convention, Kind, check_convention
 from keyshift.circuits.model import CircuitModel
 from keyshift.circuits.prompt import check_text
@@ -162,8 +162,16 @@ def begin(model: CircuitModel, settings: Settings, progress: Progress) -> Study:
         vocabulary=Vocabulary(model, settings.fold_norms),
         means=mean_results(model, sequences.ids_ST) if averaged else None,
     )
-    named = [model.head(name) for name in settings.heads]
+    named = [model.head(name) for name in dict.fromkeys(settings.heads)]
     study.induction = named or standing_out(scores, "induction")[:MOST_INDUCTION_HEADS]
+    if settings.period == 2:
+        study.note("with period 2 the token after the earlier copy is the token before: both scores are one")
+    layers = getattr(model.config, "num_hidden_layers", len(model.layers))
+    if layers != len(model.layers):
+        study.note(
+            f"{len(model.layers)} of {layers} layers have attention that can be watched; heads are numbered "
+            "by these"
+        )
     last = max((layer for layer, _ in study.induction), default=len(model.layers) - 1)
     earlier = (head for head in standing_out(scores, "previous_token") if head[0] < last)
     study.previous = next(earlier, None)
@@ -171,13 +179,9 @@ def begin(model: CircuitModel, settings: Settings, progress: Progress) -> Study:
 
 
 def standing_out(scores: HeadScores, kind: Kind) -> list[Head]:
-    """The heads whose score is at least `STANDS_OUT` and ten times even spreading, the highest first.
-
-    In short sequences, where ten times is out of reach, halfway from even spreading to perfect is enough.
-    """
+    """The heads whose score stands out from even spreading, the highest first."""
     found = []
     for layer, head, score in strongest(scores, kind):
-        level = scores.levels[layer][kind]
-        if score >= max(STANDS_OUT, min(10 * level, (1 + level) / 2)):
+        if stands_out(score, scores.levels[layer][kind]):
             found.append((layer, head))
     return found

@@ -10,9 +10,10 @@ heads, N width of queries and keys, M width of values, W shift window, V vocabul
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class LayerWeights:
             stream to the key, so that W_Q W_K^T is W_Q M^T W_V^T (GVA) or W_Q W_UK^T W_DKV^T (MLA).
         value_GDM, output_HMD: W_V and W_O.
         rotary_query_HDR, rotary_key_GDR: the decoupled rotary part, kept apart; None without one.
-        key_shift_HW, value_shift_HW: α and β of every query head; None without a shift.
+        query_shift_HW, key_shift_HW, value_shift_HW: γ, α and β of every query head; None without a shift.
+        shift_sets: how many sets of shift weights the layer has, for equally many query heads each.
         offset: query minus key position that the matrices hold for; None where position does not enter.
         unscaled: a norm of queries, keys or a latent was replaced by its gain alone.
     """
@@ -47,8 +49,10 @@ class LayerWeights:
     output_HMD: Tensor
     rotary_query_HDR: Tensor | None = None
     rotary_key_GDR: Tensor | None = None
+    query_shift_HW: Tensor | None = None
     key_shift_HW: Tensor | None = None
     value_shift_HW: Tensor | None = None
+    shift_sets: int = 0
     offset: int | None = None
     unscaled: bool = False
 
@@ -62,21 +66,29 @@ class LayerWeights:
 
     def ov(self, head: int) -> tuple[Tensor, Tensor]:
         """W_OV = W_V W_O of a head as its factors, [D, M] and [M, D]; query head h reads h // (H/G)."""
-        return self.value_GDM[self._group(head)], self.output_HMD[head]
+        group = self._group(head)
+        return self.value_GDM[group], self.output_HMD[head]
 
     def qk(self, head: int) -> tuple[Tensor, Tensor]:
         """W_QK = W_Q W_K^T of a head as its factors, [D, N] each."""
-        return self.query_HDN[head], self.key_GDN[self._group(head)]
+        group = self._group(head)
+        return self.query_HDN[head], self.key_GDN[group]
 
     def alpha(self, head: int, back: int) -> float:
         """The weight of the key ``back`` places before the source: 1 and 0 without a shift."""
         return _shift_weight(self.key_shift_HW, head, back)
+
+    def gamma(self, head: int) -> float:
+        """The weight of the present token in the query: 1 without a shift of queries."""
+        return _shift_weight(self.query_shift_HW, head, 0)
 
     def beta(self, head: int, back: int) -> float:
         """The weight of the value ``back`` places before the source: 1 and 0 without a shift."""
         return _shift_weight(self.value_shift_HW, head, back)
 
     def _group(self, head: int) -> int:
+        if not 0 <= head < self.heads:
+            raise UserError(f"head={head} is out of range: layer {self.layer} has 0 to {self.heads - 1}")
         return head // (self.heads // len(self.key_GDN))
 
 
@@ -155,10 +167,28 @@ def _outputs(model: CircuitModel, layer: Layer, attention: nn.Module) -> Tensor:
     basis = torch.cat((torch.zeros_like(basis[:1]), basis)).view(-1, 1, heads, width)
     hidden = torch.zeros(len(basis), 1, model.hidden_size, dtype=torch.float64, device=model.device)
     given = _arguments_at(model, layer, 0)
-    written = model.attend_again(attention, given, hidden, replace=lambda call: basis)
+    attended, projected = False, False
+
+    def replace(call: AttentionCall) -> Tensor:
+        nonlocal attended
+        attended = True
+        return basis
+
+    def left(*_: Any) -> None:
+        nonlocal projected
+        projected = projected or attended
+
+    inside = [module for module in attention.modules() if module is not attention]
+    with hooked([module.register_forward_hook(left) for module in inside]):
+        written = model.attend_again(attention, given, hidden, replace=replace)
     other = model.attend_again(attention, given, hidden + 1, replace=lambda call: basis)
     assert isinstance(written, Tensor)
     assert isinstance(other, Tensor)
+    if not projected:
+        raise UserError(
+            f"the attention module of {model.name} has no output projection of its own: what its heads write "
+            "cannot be told"
+        )
     if not torch.allclose(written, other, rtol=1e-4, atol=1e-4 * float(written.abs().max())):
         raise UserError(f"{model.name} gates what its heads write by the stream: no matrix stands for W_O")
     return (written[1:, 0] - written[:1, 0]).double().view(heads, width, -1)
@@ -227,16 +257,23 @@ def _assembled(
         key_GDN=parts["key"][..., :width],
         value_GDM=parts["value"],
         output_HMD=output,
+        query_shift_HW=_per_head(layer, "query_shift"),
         key_shift_HW=_per_head(layer, "key_shift"),
         value_shift_HW=_per_head(layer, "value_shift"),
+        shift_sets=max(_shift_sets(layer, "key_shift"), _shift_sets(layer, "value_shift")),
         offset=offset,
         unscaled=unscaled,
     )
     if not decoupled:
         return whole
-    return replace(
+    return dataclasses.replace(
         whole, rotary_query_HDR=parts["query"][..., width:], rotary_key_GDR=parts["key"][..., width:]
     )
+
+
+def _shift_sets(layer: Layer, name: str) -> int:
+    shift = getattr(layer.attention, name, None)
+    return len(shift.weights()) if isinstance(shift, Shift) else 0
 
 
 def _per_head(layer: Layer, name: str) -> Tensor | None:
