@@ -430,7 +430,7 @@ def test_losses_by_hand() -> None:
 
 
 def test_with_replacement_tokens_come_twice() -> None:
-    """With n = 50 and V = 1000 tokens, 72% of sequences hold a collision."""
+    """With n = 50 and V = 1000 tokens, 71% of sequences hold a collision."""
     model = CircuitModel(zoo.fresh("gpt2", vocab_size=1003, bos_token_id=1, eos_token_id=2))
     drawn = sample_repeats(model, period=50, sequences=1000, with_replacement=True)
     collide = sum(len(set(ids[1:51])) < 50 for ids in drawn.ids_ST.tolist()) / 1000

@@ -10,8 +10,9 @@ import filelock
 import pytest
 import torch
 
+from keyshift.circuits import load_model
 from keyshift.compare import Hooks, compare
-from keyshift.data import prepare
+from keyshift.data import load_tokenizer, prepare
 from keyshift.errors import UserError
 from keyshift.recipe import Recipe, parse_recipe
 from keyshift.results import Report
@@ -135,6 +136,10 @@ def test_text_is_compared_in_nats_and_bits_per_byte(tmp_path):
         assert last.accuracy is None
         ratio = {round(point.bits_per_byte / point.loss, 9) for point in variant.runs[0].curve}
         assert len(ratio) == 1
+    for checkpoint in (tmp_path / "out").glob("runs/*/seed-0/checkpoint-*"):
+        own, trained = load_tokenizer(checkpoint), load_tokenizer(tmp_path / "out/data/tokenizer")
+        assert own.get_vocab() == trained.get_vocab()
+        assert load_model(str(checkpoint)).bos == own.bos_token_id
 
 
 def test_text_mixed_with_a_task_is_measured_on_both(tmp_path):

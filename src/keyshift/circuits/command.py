@@ -71,7 +71,7 @@ def _check_writable(directory: Path) -> None:
 def example_patterns(model: CircuitModel, result: ModelResult, settings: Settings) -> Patterns:
     """What the pattern viewer shows: the prompt where there is one, else a repeated sequence."""
     if result.prompt is not None:
-        ids, note = model.encode(result.prompt.text), "The prompt."
+        ids, note = model.encode(result.prompt.text), "The tokens are those of the prompt."
     else:
         sample = settings.sample(model, period=VIEWED_PERIOD, sequences=1)
         ids, note = sample.ids_ST, f"{sample.period} random tokens, {sample.repeats} times."

@@ -185,6 +185,10 @@ class _KeyshiftTrainer(Trainer):
         shutil.rmtree(self.staging, ignore_errors=True)
         try:
             super()._save_checkpoint(model, trial)
+            if self.source.tokenizer_path is not None:
+                shutil.copytree(
+                    self.source.tokenizer_path, self.staging / f"checkpoint-{step}", dirs_exist_ok=True
+                )
             self._publish(step)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise RunError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ class BatchSource(Protocol):
 
     vocab_size: int
     sequence_length: int
+    tokenizer_path: Path | None
+    """The folder of the tokenizer that made the tokens, if one did; saved with every checkpoint."""
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
         """``input_ids``, ``labels`` and whatever else the model takes, [batch_size, sequence_length],
@@ -37,6 +40,7 @@ class TaskSource:
     task: Task
     vocab_size: int = field(init=False)
     sequence_length: int = field(init=False)
+    tokenizer_path: Path | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.task.vocab_size
@@ -58,9 +62,11 @@ class TextSource:
     data: TextData
     sequence_length: int
     vocab_size: int = field(init=False)
+    tokenizer_path: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.data.vocab_size
+        self.tokenizer_path = self.data.tokenizer_path
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
         return self.data.train.batch(step, batch_size, self.sequence_length, seed)
@@ -83,8 +89,10 @@ class MixedSource:
     share: float
     vocab_size: int = field(init=False)
     sequence_length: int = field(init=False)
+    tokenizer_path: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tokenizer_path = self.text.tokenizer_path
         self.vocab_size = self.text.vocab_size
         self.sequence_length = self.text.sequence_length
 

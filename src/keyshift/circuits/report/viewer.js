@@ -26,7 +26,10 @@ function startViewer(model, data) {
   items.forEach((item, place) => {
     item.addEventListener("mouseenter", () => (choice.fixed === null ? show(place) : show(choice.fixed, place)));
     item.addEventListener("focus", () => { choice.fixed = place; show(place); });
-    item.addEventListener("blur", () => { choice.fixed = null; rest(); });
+    item.addEventListener("blur", (event) => {
+      const next = event.relatedTarget;  // null where the pointer went, and controls of the viewer: the token stays
+      if (next && !viewer.contains(next)) { choice.fixed = null; rest(); }
+    });
   });
   model.addEventListener("click", (event) => {
     const tile = event.target.closest("td[data-head]");
