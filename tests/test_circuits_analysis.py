@@ -185,7 +185,7 @@ def test_the_hand_set_circuits_are_found() -> None:
     broken = {each.role: each for each in result.ablations}
     whole = broken["nothing ablated"]
     assert broken["induction head"].loss[1] > whole.loss[1] + 0.5
-    assert broken["strongest previous-token head"].induction["1.0"] < 0.5 < whole.induction["1.0"]
+    assert broken["previous-token head"].induction["1.0"] < 0.5 < whole.induction["1.0"]
     (parking,) = result.parking
     assert parking.second_copy_target > 0.99
 

@@ -168,6 +168,23 @@ def test_models_that_cannot_be_analysed(
     )
 
 
+def test_a_model_whose_own_code_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration that promises more positions than there are."""
+    zoo.build("gpt2").save_pretrained(tmp_path / "gpt2")
+    model = load_model(str(tmp_path / "gpt2"))
+    model.config.n_positions = 10_000
+    monkeypatch.setattr("keyshift.circuits.command.load_model", lambda name: model)
+    capsys.readouterr()
+    long = ("--period", "20", "--repeats", "40", "--with-replacement", "--bos", "1", "--sequences", "2")
+    assert run(monkeypatch, "gpt2", *long, "--out", str(tmp_path / "out")) == 1
+    error = capsys.readouterr().err.strip()
+    assert "(GPT2LMHeadModel) cannot be analysed: " in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

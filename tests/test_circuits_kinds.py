@@ -14,6 +14,7 @@ from transformers import (
     BartConfig,
     BertConfig,
     BertLMHeadModel,
+    CTRLConfig,
     FalconH1Config,
     GraniteConfig,
     JambaConfig,
@@ -151,6 +152,16 @@ def test_layers_without_attention_are_no_part_of_the_embedding() -> None:
     assert float(streams.rest_BTD.abs().max()) > 0.01
     notes = analyse(model, Settings(period=5, sequences=2, bos=0)).notes
     assert any("1 of 3 layers have attention" in note for note in notes)
+
+
+def test_what_a_model_cannot_do_is_a_note_and_the_rest_is_measured() -> None:
+    """CTRL computes in one dtype only, so that its matrices cannot be had in float64."""
+    config = CTRLConfig(vocab_size=60, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=4)
+    result = analyse(of(config), Settings(period=5, sequences=4, bos=0, heads=("1.0",)))
+    assert any("no weight measurements" in note for note in result.notes)
+    assert any("no key lift" in note for note in result.notes)
+    assert all(head.ov is None for head in result.heads)
+    assert all(head.induction_loss_increase is not None for head in result.heads)
 
 
 def test_two_threads_do_not_see_each_other() -> None:

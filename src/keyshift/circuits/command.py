@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from keyshift.circuits.results import CircuitsReport, ModelResult
 from keyshift.circuits.scores import value_weights
 from keyshift.circuits.study import Progress, Settings
 from keyshift.circuits.toy import SEQUENCE, toy_circuit
-from keyshift.errors import UserError
+from keyshift.errors import RunError, UserError, first_line
 from keyshift.provenance import command_line, environment, moment
 
 VIEWED_PERIOD = 20
@@ -32,17 +34,19 @@ def analyse_models(
     Raises:
         UserError: a model that cannot be loaded or analysed, settings that do not fit, a folder that cannot
             be written.
+        RunError: a model whose own code fails in the analysis.
     """
     _check_writable(directory)
     results, shown = [], []
     for each in [name] if name is not None else list(shipped_models()):
         model = load_model(each)
-        results.append(
-            analyse(
-                model, settings, lambda what, *done, label=model.name: progress(f"{label}: {what}", *done)
+        with _in_one_line(model):
+            results.append(
+                analyse(
+                    model, settings, lambda what, *done, label=model.name: progress(f"{label}: {what}", *done)
+                )
             )
-        )
-        shown.append(example_patterns(model, results[-1], settings))
+            shown.append(example_patterns(model, results[-1], settings))
     report = CircuitsReport(
         command=command_line(),
         created=moment(),
@@ -56,6 +60,19 @@ def analyse_models(
             f"out={directory} cannot be written ({error.strerror}); pass another --out"
         ) from error
     return report
+
+
+@contextmanager
+def _in_one_line(model: CircuitModel) -> Iterator[None]:
+    """What a model's own code makes of the analysis, where it was not foreseen, as one line."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(model.module).__name__
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise RunError(f"{model.name} ({kind}) cannot be analysed: {what}") from error
 
 
 def _check_writable(directory: Path) -> None:

@@ -23,7 +23,7 @@ from keyshift.circuits.results import (
 from keyshift.circuits.scores import patterns, strongest
 from keyshift.circuits.streams import read_streams
 from keyshift.circuits.study import Study
-from keyshift.errors import UserError
+from keyshift.errors import UserError, first_line
 
 LIFT_SEQUENCES = 8
 SHORT_PERIOD = 8
@@ -64,8 +64,8 @@ def lifts(study: Study) -> list[LiftResult]:
         study.progress("key lift", number, len(study.induction))
         try:
             found += [lift(study.model, few, layer, head, side, streams) for side in SIDES]
-        except UserError as error:
-            study.note(f"head {layer}.{head}: no key lift: {error}")
+        except (UserError, RuntimeError) as error:
+            study.note(f"head {layer}.{head}: no key lift: {first_line(error)}")
     return found
 
 
@@ -99,7 +99,7 @@ def _trials(study: Study, lifted: Sequence[LiftResult]) -> list[tuple[str, list[
     trials: list[tuple[str, list[Head]]] = [("nothing ablated", [])]
     relied_on = {part.writer for each in lifted for part in each.parts if part.lift > 0.1 * _whole(each)}
     if study.previous is not None:
-        trials.append(("strongest previous-token head", [study.previous]))
+        trials.append(("previous-token head", [study.previous]))
         trials += _beside(study, study.previous, relied_on)
     trials += _askers(study, lifted)
     called = "chosen head" if study.settings.heads else "induction head"
@@ -108,7 +108,7 @@ def _trials(study: Study, lifted: Sequence[LiftResult]) -> list[tuple[str, list[
     if study.induction:
         ranked = strongest(study.scores, "induction", [study.induction[0][0]])
         others = [(layer, head) for layer, head, _ in ranked if (layer, head) not in study.induction]
-        trials += [("control: least induction head of the layer", others[-1:])] if others else []
+        trials += [("control: least induction head of its layer", others[-1:])] if others else []
     if len(study.induction) > 1:
         trials.append((f"all {called}s", list(study.induction)))
     return trials
@@ -117,9 +117,9 @@ def _trials(study: Study, lifted: Sequence[LiftResult]) -> list[tuple[str, list[
 def _beside(study: Study, previous: Head, relied_on: set[str | None]) -> list[tuple[str, list[Head]]]:
     """The next previous-token head of the layer, and the least that no induction head relies on."""
     same = [(layer, head) for layer, head, _ in strongest(study.scores, "previous_token", [previous[0]])]
-    trials = [("next previous-token head of the layer", same[1:2])]
+    trials = [("next previous-token head", same[1:2])]
     controls = [head for head in same[2:] if name(head) not in relied_on]
-    trials.append(("control: least previous-token head of the layer", controls[-1:]))
+    trials.append(("control: least previous-token head of its layer", controls[-1:]))
     return [(role, heads) for role, heads in trials if heads]
 
 
@@ -182,8 +182,8 @@ def prompt(study: Study) -> PromptResult | None:
     heads = study.induction[:1] or [strongest(study.scores, "induction")[0][:2]]
     try:
         return read_prompt(study.model, MADE_UP_NAME if text is None else text, heads)
-    except UserError as error:
-        study.note(f"no prompt was read: {error}")
+    except (UserError, RuntimeError) as error:
+        study.note(f"no prompt was read: {first_line(error)}")
         return None
 
 

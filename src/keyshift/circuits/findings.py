@@ -76,7 +76,7 @@ def _about_others(result: ModelResult, others: list[str]) -> list[str]:
     scores = {head.name: head.induction for head in result.heads}
     listed = ", ".join(f"{name} ({scores[name]:.2f})" for name in others)
     more = "1 more head completes" if len(others) == 1 else f"{len(others)} more heads complete"
-    sentences = [f"{more} repeats, by their score: {listed}."]
+    sentences = [f"{more} repeats, by {'its' if len(others) == 1 else 'their'} score: {listed}."]
     for each in result.ablations[1:]:
         if each.heads == result.induction_heads and len(others) + 1 == len(each.heads):
             loss = f"{each.loss[-1]:.2f} instead of {result.ablations[0].loss[-1]:.2f} nats"
@@ -138,7 +138,7 @@ def _what_breaks(result: ModelResult, name: str) -> list[str]:
     """The loss without the head itself, and score and loss without the earlier heads that it relies on."""
     whole = result.ablations[0]
     feeding = {
-        "strongest previous-token head": "the previous-token head",
+        "previous-token head": "the previous-token head",
         f"writes the query of {name}": "head",
     }
     sentences: list[str] = []

@@ -128,7 +128,7 @@ class AblationResult(Record):
     """The repeated sequences again, without some heads."""
 
     heads: list[str] = Field(description="empty: nothing ablated")
-    role: str = Field(description="why these: 'strongest previous-token head', 'control: …', …")
+    role: str = Field(description="why these: 'previous-token head', 'control: …', …")
     loss: list[float] = Field(description="per copy")
     top1: list[float] = Field(description="per copy")
     induction: dict[str, float] = Field(description="induction score of each induction head, then")

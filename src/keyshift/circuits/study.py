@@ -16,7 +16,7 @@ from keyshift.circuits.prompt import check_text
 from keyshift.circuits.repeats import Repeats, prediction_losses, sample_repeats
 from keyshift.circuits.scores import HeadScores, head_scores, strongest
 from keyshift.circuits.weights import LayerWeights, layer_weights
-from keyshift.errors import UserError
+from keyshift.errors import UserError, first_line
 
 MOST_INDUCTION_HEADS = 4
 
@@ -121,8 +121,8 @@ class Study:
             weights = layer_weights(
                 self.model, layer, offset=settings.period - 1, fold_norms=settings.fold_norms
             )
-        except UserError as error:
-            self.note(f"layer {layer}: no weight measurements: {error}")
+        except (UserError, RuntimeError) as error:  # the module's own code, on other input than it is used to
+            self.note(f"layer {layer}: no weight measurements: {first_line(error)}")
             return None
         if weights.unscaled:
             self.note(

@@ -404,4 +404,6 @@ def _ablated(ablation: AblationResult) -> str:
     """The heads and, in short, why these; the table below the figure says it in full."""
     heads = ", ".join(ablation.heads)
     reason = ablation.role.partition(":")[0]
+    if len(ablation.heads) > 2:
+        return name_in_figure(reason or f"{len(ablation.heads)} heads")
     return name_in_figure(f"{heads} ({reason})" if reason else heads)
