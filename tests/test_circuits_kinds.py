@@ -26,10 +26,13 @@ from keyshift.circuits import (
     CircuitModel,
     Settings,
     Vocabulary,
+    ablate,
     analyse,
     head_scores,
     layer_weights,
     lift,
+    load_model,
+    mean_results,
     quadrants,
     read_prompt,
     read_streams,
@@ -257,3 +260,28 @@ def test_what_is_no_model_or_no_tokens_is_one_line() -> None:
         layer_weights(model, 0, offset=3).ov(9)
     with pytest.raises(UserError, match="needs a tokenizer"):
         read_prompt(model, "a b a b", [(0, 0)])
+
+
+def test_several_texts_are_one_padded_batch() -> None:
+    model = load_model("one-layer-shift")
+    texts = ["the module that the module that", "import os, import os", "a b a b a b a b a b"]
+    ids, mask = model.encode_all(texts)
+    assert ids.shape == mask.shape
+    for text, row, real in zip(texts, ids, mask, strict=True):
+        assert torch.equal(row[real.bool()], model.encode(text)[0])
+        assert real.tolist() == sorted(real.tolist())  # padding on the left
+    together = head_scores(model, ids, mask).scores[0]["previous_token"]
+    alone = [head_scores(model, model.encode(text)).scores[0]["previous_token"] for text in texts]
+    rows = mask.sum(1).double() - 1
+    expected = sum(score * count for score, count in zip(alone, rows, strict=True)) / rows.sum()
+    assert torch.allclose(together, expected, atol=1e-5)
+
+
+def test_heads_go_by_name_too_and_means_are_taken_where_they_are_missing() -> None:
+    model = load_model("two-layer")
+    sequences = sample_repeats(model, period=10, sequences=6)
+    means = mean_results(model, sequences.ids_ST)
+    by_pair = ablate(model, sequences, [(0, 3)], means=means, watched=[(1, 3)])
+    assert ablate(model, sequences, ["0.3"], watched=["1.3"]) == by_pair
+    with pytest.raises(UserError, match="must look like"):
+        ablate(model, sequences, ["0,3"])
