@@ -50,6 +50,7 @@ class RandomTokens:
 
     vocab_size: int
     sequence_length: int
+    tokenizer_path: Path | None = None
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
