@@ -44,8 +44,7 @@ def build(sizes: dict[str, int], seed: int, attention: str = "sdpa", positions: 
     return CircuitModel(GPT2LMHeadModel(config).eval(), name=attention)
 
 
-def contenders(sizes: dict[str, int], seed: int, sequences: int) -> dict[str, Callable[[], object]]:
-    fused, eager = build(sizes, seed), build(sizes, seed, "eager")
+def contenders(fused: CircuitModel, eager: CircuitModel, sequences: int) -> dict[str, Callable[[], object]]:
     repeats = sample_repeats(fused, period=PERIOD, sequences=sequences)
 
     def plain() -> None:
@@ -96,8 +95,9 @@ def growth(name: str, sizes: dict[str, int], seed: int, sequences: int, threads:
         def run() -> object:
             return head_scores(model, ids)
     else:
-        contenders(sizes, seed, 2)[name]()
-        run = contenders(sizes, seed, sequences)[name]
+        model = build(sizes, seed, "eager" if name == "eager" else "sdpa")
+        contenders(model, model, 2)[name]()
+        run = contenders(model, model, sequences)[name]
     before = resident("VmRSS")
     reset_peak()
     run()
@@ -116,7 +116,7 @@ def main() -> int:
             peaks[name] = pool.submit(growth, name, sizes, options.seed, sequences, options.threads).result()
         say(f"{name}: peak growth {peaks[name] / MEGABYTE:.0f} MB")
     times = timed(
-        contenders(sizes, options.seed, sequences),
+        contenders(build(sizes, options.seed), build(sizes, options.seed, "eager"), sequences),
         rounds=options.rounds,
         seed=options.seed,
         label="scores",
