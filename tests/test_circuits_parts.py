@@ -30,7 +30,7 @@ from keyshift.circuits import (
     read_streams,
     sample_repeats,
 )
-from keyshift.circuits.effect import last_pieces, piece_effect
+from keyshift.circuits.effect import piece_effect
 from keyshift.circuits.results import LiftResult
 from keyshift.circuits.streams import Streams, stream_pieces
 
@@ -224,7 +224,7 @@ def test_pieces_add_up_to_the_logits(name: str) -> None:
     ids = ids_of(model.vocabulary, 2, 6)
     targets = ids_of(model.vocabulary, 2, 12)[:, 6:]
     streams = read_streams(model, ids)
-    pieces = last_pieces(model, streams)
+    pieces = stream_pieces(model, streams, len(model.layers))
     torch.testing.assert_close(sum(pieces.values()), streams.last.double(), rtol=1e-4, atol=1e-5)
     total = sum(piece_effect(model, streams, piece, targets) for piece in pieces.values())
     logits = model.logits(ids).double()

@@ -29,9 +29,8 @@ from keyshift.circuits import (
     read_streams,
     sample_repeats,
 )
-from keyshift.circuits.effect import last_pieces
 from keyshift.circuits.norms import read_norm
-from keyshift.circuits.streams import head_writes
+from keyshift.circuits.streams import head_writes, stream_pieces
 from keyshift.circuits.weights import LayerWeights, embedding, unembedding
 
 OFFSET = 3
@@ -378,7 +377,7 @@ def test_a_stream_that_is_normalised_itself_is_refused() -> None:
     for call in (
         lambda: layer_weights(model, 1),
         lambda: lift(model, sequences, 1, 0),
-        lambda: last_pieces(model, read_streams(model, sequences.ids_ST)),
+        lambda: stream_pieces(model, read_streams(model, sequences.ids_ST), 1),
     ):
         with pytest.raises(UserError, match="post-LN"):
             call()

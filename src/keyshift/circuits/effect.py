@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keyshift.circuits.model import CircuitModel
-from keyshift.circuits.streams import Streams, head_writes, stream_pieces
+from keyshift.circuits.streams import Streams, head_writes
 
 
 @torch.no_grad()
@@ -41,8 +41,3 @@ def piece_effect(model: CircuitModel, streams: Streams, piece_BTD: Tensor, targe
     matrix = model.head_module.weight
     reads = matrix[targets_BT.to(matrix.device)].double() - matrix.double().mean(0)
     return (read * reads).sum(-1) * model.logit_scale
-
-
-def last_pieces(model: CircuitModel, streams: Streams) -> dict[str, Tensor]:
-    """The summands of the stream at the end, as in `stream_pieces`."""
-    return stream_pieces(model, streams, len(model.layers))

@@ -83,7 +83,7 @@ def _add_weights(study: Study, weights: LayerWeights, record: HeadResult) -> Non
         record.value_shift = weights.value_shift_HW[head].tolist()
     partner = _partner(study, weights, record)
     if partner == "shift":
-        back = _furthest(weights, head)
+        back = _heaviest(weights, head)
         record.matching = vocabulary.matching_through_shift(weights, head, back)
         record.matching_with = "shift" if back == 1 else f"shift, {back} back"
     elif isinstance(partner, tuple) and (earlier := study.weights(partner[0])) is not None:
@@ -97,13 +97,13 @@ def _partner(study: Study, weights: LayerWeights, record: HeadResult) -> Head | 
     below = study.previous is not None and study.previous[0] < record.layer
     if weights.key_shift_HW is not None:
         own = abs(weights.alpha(record.head, 0))
-        previous = abs(weights.alpha(record.head, _furthest(weights, record.head)))
+        previous = abs(weights.alpha(record.head, _heaviest(weights, record.head)))
         if previous >= own or not below:
             return "shift"
     return study.previous if below else None
 
 
-def _furthest(weights: LayerWeights, head: int) -> int:
+def _heaviest(weights: LayerWeights, head: int) -> int:
     """How many places before the source the token stands that weighs most in a shifted key, its own apart."""
     assert weights.key_shift_HW is not None
     return 1 + int(weights.key_shift_HW[head, 1:].abs().argmax())

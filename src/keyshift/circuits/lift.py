@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from keyshift.attention.shift import Shift, shift_sequence
 from keyshift.circuits.capture import AttentionCall, hooked
 from keyshift.circuits.marks import KINDS, Marks
-from keyshift.circuits.model import TOLERANCE, CircuitModel
+from keyshift.circuits.model import CircuitModel
 from keyshift.circuits.norms import inner_norms
 from keyshift.circuits.repeats import Repeats
 from keyshift.circuits.results import LiftResult, Part
@@ -83,7 +83,7 @@ def lift(
         parts.append(Part(name=name, shift=back, target=target, average=average, lift=target - average))
     looked_at = allowed & rows[..., None]
     residual = float((total - own)[looked_at].abs().max())
-    if residual > TOLERANCE.get(model.dtype, 1e-4) * max(1.0, float(own[looked_at].abs().max())):
+    if residual > model.tolerance * max(1.0, float(own[looked_at].abs().max())):
         raise UserError(
             f"the parts of the score of head {layer}.{head} of {model.name} miss it by {residual:.2g}: its "
             "stream is more than the pieces that were found"

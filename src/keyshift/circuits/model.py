@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keyshift.circuits.capture import AttentionCall, Observer, Tap, hooked, tap_interface, tap_lens
+from keyshift.circuits.found import Found
 from keyshift.circuits.norms import Norm, read_norm
 from keyshift.errors import UserError
 
@@ -47,15 +48,6 @@ class Layer:
         return head // (self.heads // self.key_heads)
 
 
-@dataclass
-class Found:
-    """What one forward pass showed: modules in the order in which they were done, and attention calls."""
-
-    outputs: list[tuple[nn.Module, Tensor | None, Tensor]] = field(default_factory=list)
-    inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    calls: list[AttentionCall] = field(default_factory=list)
-
-
 class _Enough(Exception):
     """What was wanted of a forward pass has been seen."""
 
@@ -75,7 +67,8 @@ class CircuitModel:
     Raises:
         UserError: weights that are not finite; attention that cannot be watched (a model without any, one
             whose attention does not go through transformers' interface, fused kernels other than SDPA);
-            logits that watching would change; a tokenizer with more tokens than the model.
+            logits that watching would change, or that depend on later tokens; a tokenizer with more tokens
+            than the model; something else than a language model.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, name: str = "model"):
@@ -106,6 +99,11 @@ class CircuitModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
+
+    @property
+    def tolerance(self) -> float:
+        """How far off, relative to its size, something computed in the model's dtype may be."""
+        return TOLERANCE.get(self.dtype, 1e-4)
 
     @property
     def device(self) -> torch.device:
@@ -149,11 +147,10 @@ class CircuitModel:
             return post
         made = {id(output) for _, _, output in found.outputs}
         for index, layer in enumerate(self.layers):
-            args, kwargs = found.inputs[id(layer.attention)]
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = found.hidden(layer.attention)
             if layer.norm is None and index and id(hidden) not in made:
                 return "changes the stream on its way into attention, so that what attention reads is unknown"
-            written = next(output for module, _, output in found.outputs if module is layer.attention)
+            written = found.output_of(layer.attention)
             if layer.norm is not None and any(
                 given is not None and given.shape == hidden.shape and torch.equal(given, hidden + written)
                 for _, given, _ in found.outputs
@@ -382,14 +379,13 @@ class CircuitModel:
     def _layers(self, found: Found) -> list[Layer]:
         layers = []
         for call in found.calls:
-            args, kwargs = found.inputs[id(call.module)]
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = found.hidden(call.module)
             if hidden.shape[-1] != self.hidden_size:
                 raise UserError(
                     f"{self.name} embeds tokens in {self.hidden_size} numbers and its layers read "
                     f"{hidden.shape[-1]}: models with a projection between the two are not supported"
                 )
-            written = next(output for module, _, output in found.outputs if module is call.module)
+            written = found.output_of(call.module)
             layers.append(
                 Layer(
                     attention=call.module,
@@ -412,7 +408,7 @@ class CircuitModel:
         return None
 
     def _final_norm(self, found: Found) -> Norm | None:
-        head_input = found.inputs[id(self.head_module)][0][0]
+        head_input = found.hidden(self.head_module)
         return self._norm(found, makes=head_input)
 
     def _position_table(self, found: Found) -> nn.Module | None:
@@ -421,9 +417,9 @@ class CircuitModel:
         return next((m for m in tables if m.weight.shape[1] == self.hidden_size), None)
 
     def _logit_scale(self, found: Found, logits: Tensor) -> float:
-        read = next(output for module, _, output in found.outputs if module is self.head_module).double()
+        read = found.output_of(self.head_module).double()
         scale = float((logits * read).sum() / read.square().sum().clamp(min=1e-300))
-        tolerance = TOLERANCE.get(self.dtype, 1e-4)
+        tolerance = self.tolerance
         linear = torch.allclose(logits.double(), scale * read, tolerance, tolerance * float(read.abs().max()))
         return scale if linear and abs(scale - 1) > tolerance else 1.0
 
@@ -446,7 +442,7 @@ class CircuitModel:
 
         if not torch.equal(self.logits(self.probe_ids, observer=check), plain):
             raise UserError(f"watching {self.name} changes its logits: refused")
-        if not worst <= TOLERANCE.get(self.dtype, 1e-4):
+        if not worst <= self.tolerance:
             raise UserError(
                 f"the attention of {self.name} does more than softmax(scores) × values (off by {worst:.1e}): "
                 "its patterns cannot be had from queries and keys"
@@ -458,7 +454,7 @@ class CircuitModel:
         before = self.logits(ids)[:, :-1]
         ids[:, -1] = (ids[:, -1] + 1) % self.vocabulary
         changed = float((self.logits(ids)[:, :-1] - before).abs().max()) if before.numel() else 0.0
-        if changed > TOLERANCE.get(self.dtype, 1e-4) * float(before.abs().max()):
+        if changed > self.tolerance * float(before.abs().max()):
             raise UserError(f"{self.name} reads later tokens: an encoder, not a causal language model")
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from keyshift.circuits.capture import AttentionCall
-from keyshift.circuits.model import TOLERANCE, CircuitModel, Found, Layer
+from keyshift.circuits.found import Found
+from keyshift.circuits.model import CircuitModel, Layer
 from keyshift.circuits.weights import layer_weights
 from keyshift.errors import UserError
 
@@ -52,18 +53,17 @@ def read_streams(model: CircuitModel, ids_BT: Tensor, mask_BT: Tensor | None = N
     found = model.look(ids_BT, mask_BT)
     before, normed, attended, written, factors = [], [], [], [], []
     for layer in model.layers:
-        args, kwargs = found.inputs[id(layer.attention)]
-        normed.append(args[0] if args else kwargs["hidden_states"])
-        before.append(normed[-1] if layer.norm is None else _input_of(found, layer.norm.module))
-        attended.append(_output_of(found, layer.attention))
-        written.append(attended[-1] if layer.post_norm is None else _output_of(found, layer.post_norm.module))
+        normed.append(found.hidden(layer.attention))
+        before.append(normed[-1] if layer.norm is None else found.input_of(layer.norm.module))
+        attended.append(found.output_of(layer.attention))
+        written.append(attended[-1] if layer.post_norm is None else found.output_of(layer.post_norm.module))
         factors.append(_factor(found, layer.attention, before[-1], written[-1]))
         if factors[-1] != 1:
             written[-1] = written[-1] * factors[-1]
-    last_normed = found.inputs[id(model.head_module)][0][0]
+    last_normed = found.hidden(model.head_module)
     table = model.position_table
-    positions = torch.zeros_like(before[0]) if table is None else _output_of(found, table) + 0 * before[0]
-    embedded = _embedded(_output_of(found, model.embed), before[0] - positions)
+    positions = torch.zeros_like(before[0]) if table is None else found.output_of(table).expand_as(before[0])
+    embedded = _embedded(found.output_of(model.embed), before[0] - positions)
     return Streams(
         embedded_BTD=embedded,
         positions_BTD=positions,
@@ -75,7 +75,7 @@ def read_streams(model: CircuitModel, ids_BT: Tensor, mask_BT: Tensor | None = N
         calls=found.calls,
         arguments=[found.inputs[id(layer.attention)] for layer in model.layers],
         factors=factors,
-        last=last_normed if model.final_norm is None else _input_of(found, model.final_norm.module),
+        last=last_normed if model.final_norm is None else found.input_of(model.final_norm.module),
         last_normed=last_normed,
     )
 
@@ -125,7 +125,7 @@ def head_writes(model: CircuitModel, streams: Streams, layer: int) -> Tensor:
     wrote = torch.einsum("bthm,hmd->bthd", results, output_HMD)
     bias = (streams.attended[layer].double() - wrote.sum(2)).flatten(0, 1)
     size = float(streams.attended[layer].abs().max())
-    if float((bias - bias.mean(0)).abs().max()) > TOLERANCE.get(model.dtype, 1e-4) * size:
+    if float((bias - bias.mean(0)).abs().max()) > model.tolerance * size:
         raise UserError(
             f"the attention of {model.name} does more to its heads' results than project them (a norm or a "
             "gate before W_O): what each head writes cannot be told apart"
@@ -174,13 +174,3 @@ def _writes_bias(layer: Layer) -> bool:
     if layer.post_norm is not None:
         biases.append(layer.post_norm.bias_D)
     return any(bool(bias.any()) for bias in biases)
-
-
-def _output_of(found: Found, module: Any) -> Tensor:
-    return next(output for each, _, output in found.outputs if each is module)
-
-
-def _input_of(found: Found, module: Any) -> Tensor:
-    given = next(given for each, given, _ in found.outputs if each is module)
-    assert given is not None
-    return given
