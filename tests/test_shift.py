@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import qmc
 from tiny import CASES, Case, assert_close, build, full, tokens
 from torch import Tensor
 
+from keyshift import KeyshiftConfig, KeyshiftForCausalLM
 from keyshift.attention.rotary import rotate, rotation
 from keyshift.attention.shift import Shift, shift_sequence
+from keyshift.configuration import CHOICES
 
 
 def shifted_by_loops(x: Tensor, weights: Tensor, starts: Tensor | None, first_slot: int) -> Tensor:
@@ -99,6 +103,62 @@ def test_free_weights_of_wider_windows_start_as_specified(window: int) -> None:
     assert weights[:, :-1].min() >= 0
     assert weights[:, :-1].max() <= 1
     torch.testing.assert_close(weights.sum(-1), torch.ones(20_000))
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+@pytest.mark.parametrize("init", ["spread", "leaning", "identity"])
+def test_every_start_sums_to_one(window: int, init: str) -> None:
+    shift = Shift(16, window, "free", init)
+    weights = shift.initial_weight()
+    assert weights.shape == (16, window)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(16))
+
+
+def test_identity_changes_nothing_and_leaning_keeps_at_least_half() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 5, 3)
+    identity = Shift(5, 3, "free", "identity")
+    identity.weight.data = identity.initial_weight()
+    assert torch.equal(identity(x, None), x)
+    leaning = Shift(10_000, 2, "gate", "leaning")
+    leaning.weight.data = leaning.initial_weight()
+    first = leaning.weights()[:, 0].detach()
+    assert first.min() >= 0.5
+    assert abs(float(first.mean()) - 0.75) < 0.01
+
+
+def test_spread_has_no_luck_in_it_and_fills_the_square_better_than_chance() -> None:
+    """Over layers and heads (α1, β1) is as even as a lattice: star discrepancy against that of a draw."""
+    layers, heads = 6, 4
+    keys = torch.cat(
+        [Shift(heads, 2, "free", "spread", "key", layer).initial_weight() for layer in range(layers)]
+    )
+    values = torch.cat(
+        [Shift(heads, 2, "free", "spread", "value", layer).initial_weight() for layer in range(layers)]
+    )
+    points = torch.stack((keys[:, 0], values[:, 0]), dim=1).numpy()
+    assert len({tuple(point) for point in points.tolist()}) == layers * heads
+    even = qmc.discrepancy(points)
+    drawn = [qmc.discrepancy(np.random.default_rng(seed).random(points.shape)) for seed in range(200)]
+    assert even < np.quantile(drawn, 0.05)
+    again = Shift(heads, 2, "free", "spread", "key", 3).initial_weight()
+    assert torch.equal(again, keys[12:16])
+
+
+@pytest.mark.parametrize("init", CHOICES["shift_init"])
+def test_a_model_starts_every_shift_as_its_config_says(init: str) -> None:
+    config = KeyshiftConfig(
+        vocab_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, shift="qkv", shift_init=init
+    )
+    model = KeyshiftForCausalLM(config)
+    shifts = [module for module in model.modules() if isinstance(module, Shift)]
+    first = torch.cat([shift.weights()[:, 0] for shift in shifts])
+    assert len(shifts) == 9
+    if init == "identity":
+        assert (first == 1).all()
+    else:
+        assert len(first.unique()) == len(first)
+        assert first.min() >= (0.5 if init == "leaning" else 0)
 
 
 @pytest.mark.parametrize("window", [2, 3, 4])

@@ -189,3 +189,53 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, limit):
     straight = model()
     train(straight, SOURCE, SETTINGS, tmp_path / "straight", seed=0)
     assert equal_weights(resumed, straight)
+
+
+def test_a_run_ends_once_it_is_accurate_enough(tmp_path):
+    settings = SETTINGS.model_copy(update={"steps": 100, "eval_steps": 10})
+
+    def accuracies(wanted: float | None, name: str) -> list[float]:
+        chosen = settings.model_copy(update={"until_accuracy": wanted})
+        outcome = train(model(), SOURCE, chosen, tmp_path / name, seed=0)
+        assert not outcome.interrupted
+        assert newest_checkpoint(tmp_path / name).name == f"checkpoint-{outcome.steps}"
+        return [entry["eval_accuracy"] for entry in outcome.history if "eval_accuracy" in entry]
+
+    whole = accuracies(None, "whole")
+    wanted = sorted(whole)[5]
+    until = next(index for index, accuracy in enumerate(whole) if accuracy >= wanted)
+    assert 0 < until < 9
+    assert accuracies(wanted, "part") == whole[: until + 1]
+
+
+@pytest.mark.parametrize(("rate", "decay"), [(0.0, None), (10.0, 0.0), (1.0, 0.5)])
+def test_shift_weights_have_a_rate_and_a_decay_of_their_own(tmp_path, rate, decay):
+    """Against a plain loop with the groups written out; all else is trained as ever."""
+    chosen = {"shift_learning_rate": rate, "shift_weight_decay": decay, "warmup_steps": 2}
+    settings = SETTINGS.model_copy(update=chosen)
+    trained, plain, start = model(), model(), model()
+    train(trained, SOURCE, settings, tmp_path, seed=1)
+    named = dict(plain.named_parameters())
+    shifts = [p for n, p in named.items() if "_shift." in n]
+    decayed = [p for n, p in named.items() if "norm" not in n and "_shift." not in n]
+    others = [p for n, p in named.items() if "norm" in n]
+    own_decay = 0.1 if decay is None else decay
+    groups = [
+        {"params": decayed, "weight_decay": 0.1, "factor": 1.0},
+        {"params": others, "weight_decay": 0.0, "factor": 1.0},
+        {"params": shifts, "weight_decay": own_decay, "factor": rate},
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(settings.steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 3e-3 * group["factor"] * min(1, step / 2)
+        plain(**SOURCE.train_batch(1, step, 4)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+    for (name, a), b in zip(trained.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+    moved = [
+        n for n, p in start.named_parameters() if not torch.equal(p, dict(trained.named_parameters())[n])
+    ]
+    assert any("_shift." in name for name in moved) == (rate > 0)

@@ -59,6 +59,10 @@ def compare(
         typer.Argument(help="Text: files, folders or globs (.txt .md .jsonl .parquet)."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where results go. Default runs/RECIPE.")] = None,
+    size: Annotated[
+        str, typer.Option(help="Which of the recipe's sizes: small, or one of [sizes].")
+    ] = "small",
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
     seeds: Annotated[int | None, typer.Option(help="Train every variant with so many seeds.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps per run.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Text: a tokenizer's folder or hub name.")] = None,
@@ -71,7 +75,7 @@ def compare(
 ) -> None:
     """Train several variants on one task or on your own text; write one report."""
     from keyshift.progress import follow
-    from keyshift.recipe import load_recipe
+    from keyshift.recipe import builtin_recipes, load_recipe
 
     overrides = {
         "seeds": seeds,
@@ -81,15 +85,15 @@ def compare(
         "data.vocab_size": vocab_size,
     }
     chosen = {key: value for key, value in overrides.items() if value is not None}
-    loaded = load_recipe(recipe, {**chosen, **dict(_setting(text) for text in settings or [])})
-    directory = out or Path("runs") / Path(recipe).stem
+    loaded = load_recipe(recipe, {**chosen, **dict(_setting(text) for text in settings or [])}, size)
+    directory = out or Path("runs") / (recipe if recipe in builtin_recipes() else Path(recipe).stem)
     console = Console(stderr=as_json, highlight=False)
     stop = _Interruption()
     from keyshift.compare import compare as run
     from keyshift.report import print_summary, summary_rows
 
-    with stop, follow(loaded, console, stop) as hooks:
-        report = run(loaded, directory, resume=resume, hooks=hooks)
+    with stop, follow(console, stop) as hooks:
+        report = run(loaded, directory, resume=resume, jobs=jobs, hooks=hooks)
     if as_json:
         _print_json(summary_rows(report))
     else:
@@ -97,7 +101,7 @@ def compare(
     console.print(f"report: {directory / 'report.html'}", soft_wrap=True)
     for variant in report.variants:
         for result in variant.runs:
-            if result.status == "diverged":
+            if result.status in ("diverged", "failed"):
                 raise RunError(f"{variant.name}, seed {result.seed}: {result.message}")
     if not report.complete:
         console.print("stopped early; the same command with --resume goes on", soft_wrap=True)

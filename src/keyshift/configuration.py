@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "shift": ("none", "k", "v", "kv", "qkv"),
     "shift_weights": ("free", "gate", "clip"),
     "shift_heads": ("kv", "query"),
+    "shift_init": ("uniform", "spread", "leaning", "identity"),
     "key_map_init": ("matched", "standard"),
     "mlp": ("swiglu", "none"),
 }
@@ -54,6 +55,9 @@ class KeyshiftConfig(PreTrainedConfig):
         shift_heads: one set of weights per key/value head (``kv``, the paper's, default for projected keys)
             or per query head (``query``, default for reconstructed keys, where it costs no cache). MLA's
             single latent counts as one key/value head.
+        shift_init: where the weights start: ``uniform`` (the paper's: drawn from U(0, 1), the last 1 minus
+            their sum); ``spread`` (as evenly over heads and layers as possible, without a draw); ``leaning``
+            (at least half on the token itself); ``identity`` (1 on the token itself: no shift yet).
         query_norm: RMSNorm on each query head.
         key_map_init: ``matched`` starts reconstructed and rotary keys at the queries' RMS (GVA paper, eq. 15;
             default for ``gva``), ``standard`` draws them like any weight (default elsewhere).
@@ -86,6 +90,7 @@ class KeyshiftConfig(PreTrainedConfig):
     shift_window: int = 2
     shift_weights: str = "free"
     shift_heads: str = None  # type: ignore[assignment]
+    shift_init: str = "uniform"
     query_norm: bool = False
     key_map_init: str = None  # type: ignore[assignment]
     mlp: str = "swiglu"
@@ -191,6 +196,11 @@ class KeyshiftConfig(PreTrainedConfig):
             )
         if type(self.shift_window) is not int or self.shift_window not in (2, 3, 4):
             raise UserError(f"shift_window={self.shift_window!r} must be 2, 3 or 4")
+        if self.shift != "none" and self.shift_init == "identity" and self.shift_weights == "gate":
+            raise UserError(
+                "shift_init='identity' is where a gate saturates and learns no more; use "
+                "shift_init='leaning' or shift_weights='free'"
+            )
         if self.shift != "none" and self.shift_window > self.max_position_embeddings:
             raise UserError(
                 f"shift_window={self.shift_window} is larger than the sequence "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
@@ -15,15 +15,18 @@ class RunError(RuntimeError):
 
 
 class NonFiniteLoss(RunError):
-    """Training produced a NaN or infinite loss or weight. ``step`` is the optimiser step at which it was
-    seen."""
+    """Training produced a NaN or infinite loss or weight.
 
-    def __init__(self, step: int, what: str):
+    ``step`` is the optimiser step at which it was seen, ``history`` what was logged until then.
+    """
+
+    def __init__(self, step: int, what: str, history: Sequence[dict[str, float]] = ()):
         super().__init__(
             f"{what} at step {step}: training stopped, the last good checkpoint is kept; "
             "a lower learning_rate or a longer warm-up may help"
         )
         self.step = step
+        self.history = list(history)
 
 
 def first_line(error: BaseException) -> str:

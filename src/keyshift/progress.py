@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from keyshift.recipe import Recipe
-
 if TYPE_CHECKING:
-    from keyshift.compare import Hooks, Run
+    from keyshift.compare import Hooks
     from keyshift.results import RunResult
+    from keyshift.runs import Run
     from keyshift.training import Progress as Standing
 
 
@@ -24,7 +23,7 @@ SILENCE = 30.0
 
 
 @contextmanager
-def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterator[Hooks]:
+def follow(console: Console, stop: Callable[[], bool]) -> Iterator[Hooks]:
     """Show progress on ``console`` for as long as the context lasts; the hooks feed it."""
     from transformers.utils import logging
 
@@ -40,7 +39,7 @@ def follow(recipe: Recipe, console: Console, stop: Callable[[], bool]) -> Iterat
         TextColumn("left"),
     )
     with Progress(*columns, console=console, transient=True) as bars:
-        display = _Display(recipe, bars, console)
+        display = _Display(bars, console)
         yield Hooks(
             stop=stop,
             preparing=display.preparing,
@@ -81,7 +80,6 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @dataclass
 class _Display:
-    recipe: Recipe
     bars: Progress
     console: Console
     began: float = field(default_factory=time.monotonic)
@@ -89,60 +87,45 @@ class _Display:
     spoke: float = field(default_factory=time.monotonic)
     reading: TaskID | None = None
     overall: TaskID | None = None
-    current: TaskID | None = None
     runs: int = 0
     runs_done: int = 0
-    first: tuple[float, int] = (0.0, 0)
+    steps: int = 0
+    steps_done: int = 0
+    current: dict[Run, _Current] = field(default_factory=dict)
 
     def preparing(self, done: int, total: int) -> None:
         if self.reading is None:
             self.reading = self.bars.add_task("reading text, %", total=100, rates="")
         self.bars.update(self.reading, completed=100 * done // max(1, total), visible=done < total)
 
-    def planned(self, runs: int) -> None:
-        self.runs = runs
+    def planned(self, runs: Sequence[Run]) -> None:
+        self.runs = len(runs)
+        self.steps = sum(run.variant.training.steps for run in runs)
         self.started = time.monotonic()
-        self.overall = self.bars.add_task("all runs", total=runs * self.recipe.training.steps, rates="")
+        self.overall = self.bars.add_task("all runs", total=self.steps, rates="")
 
     def progress(self, run: Run, standing: Standing) -> None:
-        steps, name = self.recipe.training.steps, f"{run.variant}, seed {run.seed}"
-        if self.current is None:
-            self.current = self.bars.add_task(name, total=steps, completed=standing.step, rates="")
-            self.first = (time.monotonic(), standing.step)
-        rates = self._rates(standing)
-        self.bars.update(self.current, completed=standing.step, rates=rates)
+        steps = run.variant.training.steps
+        if run not in self.current:
+            bar = self.bars.add_task(run.name, total=steps, completed=standing.step, rates="")
+            self.current[run] = _Current(bar, time.monotonic(), standing.step)
+        current = self.current[run]
+        current.step = standing.step
+        rates = current.rates(standing, run.tokens_per_step)
+        self.bars.update(current.bar, completed=standing.step, rates=rates)
+        done = self.steps_done + sum(each.step for each in self.current.values())
         if self.overall is not None:
-            self.bars.update(self.overall, completed=self.runs_done * steps + standing.step)
+            self.bars.update(self.overall, completed=done)
         if not self.console.is_terminal and time.monotonic() - self.spoke > SILENCE:
-            done, total = self.runs_done * steps + standing.step, self.runs * steps
-            left = (time.monotonic() - self.started) * (total / done - 1) / 60
-            where = f"run {self.runs_done + 1}/{self.runs}, {name}, step {standing.step}/{steps}"
+            left = (time.monotonic() - self.started) * (self.steps / done - 1) / 60
+            where = f"run {self.runs_done + 1}/{self.runs}, {run.name}, step {standing.step}/{steps}"
             self._say(f"{where}: {rates}, {left:.0f} min left")
-
-    def _rates(self, standing: Standing) -> str:
-        since, step = self.first
-        per_second = (standing.step - step) / max(1e-9, time.monotonic() - since)
-        tokens = per_second * self.recipe.training.batch_size * self._sequence_length()
-        quality = "eval_accuracy" if "eval_accuracy" in standing.metrics else "eval_loss"
-        shown = {"acc" if quality == "eval_accuracy" else "val": quality, "loss": "loss"}
-        metrics = [
-            f"{short} {standing.metrics[key]:.3f}" for short, key in shown.items() if key in standing.metrics
-        ]
-        rates = [f"{per_second:.1f}/s", f"{tokens / 1e3:.1f}k tok/s"] if standing.step > step else []
-        return " ".join([*rates, *metrics])
-
-    def _sequence_length(self) -> int:
-        if self.recipe.data is not None:
-            return self.recipe.data.sequence_length
-        from keyshift.recipe import build_task
-
-        return build_task(self.recipe.task or {}).sequence_length
 
     def finished(self, run: Run, result: RunResult) -> None:
         self.runs_done += 1
-        if self.current is not None:
-            self.bars.remove_task(self.current)
-            self.current = None
+        self.steps_done += run.variant.training.steps
+        if run in self.current:
+            self.bars.remove_task(self.current.pop(run).bar)
         last = result.curve[-1] if result.curve else None
         facts = [] if last is None else [f"loss {last.loss:.4f}"]
         if last is not None and last.accuracy is not None:
@@ -151,9 +134,30 @@ class _Display:
             facts.append(f"{last.bits_per_byte:.3f} bits/byte")
         if result.train_tokens_per_second:
             facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tok/s")
-        self._say(f"{run.variant}, seed {run.seed}: {result.status}; {', '.join(facts)}")
+        self._say(f"{run.name}: {result.status}; {', '.join(facts)}")
 
     def _say(self, text: str) -> None:
         self.spoke = time.monotonic()
         minutes = (self.spoke - self.began) / 60
         self.console.print(f"[{minutes:5.1f} min] {text}", markup=False, soft_wrap=True)
+
+
+@dataclass
+class _Current:
+    """A run under way: its bar, when it was first heard of and at which step, and where it is."""
+
+    bar: TaskID
+    since: float
+    first: int
+    step: int = 0
+
+    def rates(self, standing: Standing, tokens_per_step: int) -> str:
+        per_second = (standing.step - self.first) / max(1e-9, time.monotonic() - self.since)
+        quality = "eval_accuracy" if "eval_accuracy" in standing.metrics else "eval_loss"
+        shown = {"acc" if quality == "eval_accuracy" else "val": quality, "loss": "loss"}
+        metrics = [
+            f"{short} {standing.metrics[key]:.3f}" for short, key in shown.items() if key in standing.metrics
+        ]
+        tokens = per_second * tokens_per_step / 1e3
+        rates = [f"{per_second:.1f}/s", f"{tokens:.1f}k tok/s"] if standing.step > self.first else []
+        return " ".join([*rates, *metrics])

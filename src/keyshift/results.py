@@ -41,8 +41,9 @@ class RunResult(Record):
     """One variant trained with one seed."""
 
     seed: int = Field(description="of the initial weights and of the order of the data")
-    status: Literal["finished", "interrupted", "diverged", "pending"] = Field(
-        description="diverged: the loss or a weight became NaN or infinite; pending: not begun"
+    status: Literal["finished", "interrupted", "diverged", "failed", "pending"] = Field(
+        description="diverged: the loss or a weight became NaN or infinite; failed: its process was killed; "
+        "pending: not begun"
     )
     message: str | None = Field(None, description="why the run did not finish")
     steps: int = Field(0, description="optimiser steps taken")
@@ -55,6 +56,9 @@ class RunResult(Record):
         None, description="milliseconds per generated token, one sequence, median"
     )
     shift_weights: list[ShiftWeights] = Field([], description="as learned, for variants with a shift")
+    scores: dict[str, float] = Field(
+        {}, description="what the task measured of the trained model, each from 0 to 1 (best)"
+    )
 
     def steps_to(self, accuracy: float) -> int | None:
         """The first evaluated step at which held-out accuracy reached ``accuracy``; None if it never did."""
@@ -66,6 +70,7 @@ class VariantResult(Record):
     """One row of the comparison: a model configuration and its runs."""
 
     name: str = Field(description="the variant's name in the recipe")
+    labels: dict[str, str] = Field({}, description="its label on each axis of the recipe's grid")
     config: dict[str, Any] = Field(description="the KeyshiftConfig fields that define the variant")
     parameters: int = Field(description="trainable parameters, embeddings included, tied ones once")
     shift_parameters: int = Field(0, description="how many of them are shift weights")

@@ -58,17 +58,21 @@ class Attention(nn.Module):
         )
         self.o_proj = nn.Linear(self.heads * config.head_dim, config.hidden_size, bias=False)
         shift_heads = self.heads if config.shift_heads == "query" else self.source.stream_heads
-        self.query_shift = self._shift("q", self.heads)
-        self.key_shift = self._shift("k", shift_heads)
-        self.value_shift = self._shift("v", shift_heads)
+        self.query_shift = self._shift("query", self.heads)
+        self.key_shift = self._shift("key", shift_heads)
+        self.value_shift = self._shift("value", shift_heads)
         key_heads = max(self.source.key_heads, shift_heads if self.key_shift else 1)
         value_heads = max(self.source.value_heads, shift_heads if self.value_shift else 1)
         self.dense_heads = max(key_heads, value_heads)
         self.num_key_value_groups = self.heads // self.dense_heads
 
-    def _shift(self, what: str, heads: int) -> Shift | None:
+    def _shift(self, role: str, heads: int) -> Shift | None:
         config = self.config
-        return Shift(heads, config.shift_window, config.shift_weights) if config.shifts(what) else None
+        if not config.shifts(role[0]):
+            return None
+        return Shift(
+            heads, config.shift_window, config.shift_weights, config.shift_init, role, self.layer_idx
+        )
 
     def forward(
         self, x_BTE: Tensor, frame: Frame, cache: Cache | None = None, **kwargs: Any

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+ROLES = ("key", "value", "query")
+"""What can be mixed."""
+
 
 class Shift(nn.Module):
     """The learned mixing weights of one layer for one of query, key, value: ``heads`` x ``window`` scalars.
@@ -21,23 +24,45 @@ class Shift(nn.Module):
         window: W, how many tokens are mixed (2 in the paper).
         kind: ``free``; ``gate`` (softmax with the last logit fixed at 0: a sigmoid for W = 2); ``clip`` (as
             free, and `constrain_` clamps to [0, 1]).
+        init: where the weights start, ``shift_init`` of `KeyshiftConfig`.
+        role: which of `ROLES` is mixed.
+        layer_idx: of the layer, from 0.
     """
 
-    def __init__(self, heads: int, window: int, kind: str):
+    def __init__(
+        self, heads: int, window: int, kind: str, init: str = "uniform", role: str = "key", layer_idx: int = 0
+    ):
         super().__init__()
         self.window = window
         self.kind = kind
+        self.init = init
+        self.role = role
+        self.layer_idx = layer_idx
         self.weight = nn.Parameter(torch.empty(heads, window - 1 if kind == "gate" else window))
 
     def initial_weight(self) -> Tensor:
-        """A fresh draw: the first W - 1 weights from U(0, 1), the last 1 minus their sum (for a gate: its
-        logits)."""
-        heads, window = self.weight.shape[0], self.window
-        drawn = torch.rand(heads, window - 1, dtype=torch.float32, device=self.weight.device)
+        """A fresh start [heads, W] (for a gate its logits [heads, W - 1]); random for ``uniform`` and
+        ``leaning``."""
+        first = self._initial_first()
         if self.kind == "gate":
-            return torch.logit(drawn, eps=1e-4)
-        weight = torch.cat((drawn, 1 - drawn.sum(-1, keepdim=True)), dim=-1)
+            return torch.logit(first, eps=1e-4)
+        weight = torch.cat((first, 1 - first.sum(-1, keepdim=True)), dim=-1)
         return weight.clamp(0, 1) if self.kind == "clip" else weight
+
+    def _initial_first(self) -> Tensor:
+        """All mixing weights but the last, [heads, W - 1]; the last is 1 minus their sum."""
+        heads, steps = self.weight.shape[0], self.window - 1
+        device = self.weight.device
+        if self.init == "uniform":
+            return torch.rand(heads, steps, dtype=torch.float32, device=device)
+        if self.init == "spread":
+            return spread(self.layer_idx * heads, heads, self.role, steps).to(device)
+        first = torch.zeros(heads, steps, dtype=torch.float32, device=device)
+        first[:, 0] = 1.0
+        if self.init == "leaning":
+            first[:, 0] -= torch.rand(heads, dtype=torch.float32, device=device) / 2
+            first[:, 1:2] = 1 - first[:, :1]
+        return first
 
     def weights(self) -> Tensor:
         """The mixing weights [heads, W]; column m multiplies the token m places back."""
@@ -59,6 +84,21 @@ class Shift(nn.Module):
         if weights.shape[0] < x_BTGD.shape[2]:
             weights = weights.repeat_interleave(x_BTGD.shape[2] // weights.shape[0], dim=0)
         return shift_sequence(x_BTGD, weights, starts_BT, first_slot)
+
+
+def spread(first: int, heads: int, role: str, steps: int) -> Tensor:
+    """Heads ``first`` … ``first + heads - 1`` of a scrambled Sobol sequence, always the same, [heads, steps].
+
+    The sequence has a dimension for every weight of keys, values and queries, and any stretch of heads fills
+    its cube far more evenly than draws do. float32.
+    """
+    from scipy.stats import qmc
+
+    points = qmc.Sobol(len(ROLES) * steps, scramble=True, rng=0).random_base2(
+        (first + heads - 1).bit_length()
+    )
+    columns = points[first : first + heads, ROLES.index(role) * steps :][:, :steps]
+    return torch.from_numpy(columns).float()
 
 
 def shift_sequence(

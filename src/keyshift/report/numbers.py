@@ -38,7 +38,8 @@ def reference_variant(report: Report) -> VariantResult | None:
 
 
 def tally(
-    runs: Iterable[RunResult], statuses: Sequence[str] = ("finished", "diverged", "interrupted", "pending")
+    runs: Iterable[RunResult],
+    statuses: Sequence[str] = ("finished", "diverged", "failed", "interrupted", "pending"),
 ) -> str:
     """How many runs have each of ``statuses``: "2 finished, 1 diverged"."""
     counts: Counter[str] = Counter(run.status for run in runs)

@@ -18,7 +18,9 @@ def sentences(report: Report, rows: Sequence[Row]) -> list[str]:
 
 def unfinished(report: Report) -> str:
     """How many runs have not ended: "1 interrupted, 2 pending"."""
-    return tally((run for variant in report.variants for run in variant.runs), ("interrupted", "pending"))
+    return tally(
+        (run for variant in report.variants for run in variant.runs), ("failed", "interrupted", "pending")
+    )
 
 
 def diverged(report: Report) -> list[str]:

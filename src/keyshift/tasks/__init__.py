@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from keyshift.tasks.induction import Induction
 from keyshift.tasks.repeated import RepeatedTokens
@@ -39,6 +39,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class Examined(Protocol):
+    """A task that takes a closer look at a trained model, where accuracy alone says too little."""
+
+    def examine(self, model: Any) -> dict[str, float]:
+        """Scores by name, from 0 to 1, of the answers that ``model`` gives to held-out questions."""
+        ...
+
+
 TASKS: dict[str, type[Task]] = {"induction": Induction, "repeated": RepeatedTokens}
 
-__all__ = ["TASKS", "Induction", "RepeatedTokens", "Task"]
+__all__ = ["TASKS", "Examined", "Induction", "RepeatedTokens", "Task"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from keyshift.attention.shift import Shift
 from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Training
@@ -154,15 +155,35 @@ class _KeyshiftTrainer(Trainer):
             data_collator=_only,
         )
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        """AdamW with the shift weights in a group of their own (`Training.shift_learning_rate`)."""
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer = super().create_optimizer(model)
+        shifts = {id(m.weight) for m in self.model.modules() if isinstance(m, Shift)}
+        settings = self.settings
+        decay = settings.weight_decay if settings.shift_weight_decay is None else settings.shift_weight_decay
+        own = {"lr": settings.learning_rate * settings.shift_learning_rate, "weight_decay": decay}
+        mixing = []
+        for group in optimizer.param_groups:
+            mixing += [parameter for parameter in group["params"] if id(parameter) in shifts]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in shifts]
+        if mixing:
+            optimizer.add_param_group({"params": mixing, **own})
+        return optimizer
+
     def _get_train_sampler(self, train_dataset: Dataset[Batch] | None = None) -> SequentialSampler:
         return SequentialSampler(cast(Sized, train_dataset or self.train_dataset))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
         if not bool(torch.isfinite(loss)):
-            raise NonFiniteLoss(self.state.global_step + 1, f"loss is {loss.item()}")
+            raise self._not_finite(self.state.global_step + 1, f"loss is {loss.item()}")
         self.step_loss = loss
         return loss
+
+    def _not_finite(self, step: int, what: str) -> NonFiniteLoss:
+        return NonFiniteLoss(step, what, self.state.log_history)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.model.eval()
@@ -181,7 +202,7 @@ class _KeyshiftTrainer(Trainer):
         step = self.state.global_step
         for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
-                raise NonFiniteLoss(step, f"weight {name} is not finite")
+                raise self._not_finite(step, f"weight {name} is not finite")
         shutil.rmtree(self.staging, ignore_errors=True)
         try:
             super()._save_checkpoint(model, trial)
@@ -275,6 +296,13 @@ class _Watch(TrainerCallback):
             control.should_evaluate = control.should_save = True
         elif self.stop():
             self.stopped = True
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> None:
+        wanted = self.trainer.settings.until_accuracy
+        if wanted is not None and metrics.get("eval_accuracy", 0.0) >= wanted:
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keyshift.data import TextData
-from keyshift.tasks import Task
+from keyshift.tasks import Examined, Task
 
 Batch = dict[str, Tensor]
 
@@ -30,6 +30,10 @@ class BatchSource(Protocol):
 
     def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
         """Held-out ``loss`` (nats per predicted token) and more; the same data at every call."""
+        ...
+
+    def examine(self, model: Any) -> dict[str, float]:
+        """Scores of a trained model, by name, from 0 to 1: what takes too long for every evaluation."""
         ...
 
 
@@ -54,6 +58,10 @@ class TaskSource:
         loss, correct, count = _score(model, held_out)
         return {"loss": loss / count, "accuracy": correct / count}
 
+    def examine(self, model: Any) -> dict[str, float]:
+        model.eval()
+        return self.task.examine(model) if isinstance(self.task, Examined) else {}
+
 
 @dataclass
 class TextSource:
@@ -75,6 +83,9 @@ class TextSource:
         held_out = self.data.validation.sequential(batch_size, self.sequence_length, batches)
         loss, _, count = _score(model, held_out)
         return {"loss": loss / count, "bits_per_byte": self.data.bits_per_byte(loss / count)}
+
+    def examine(self, model: Any) -> dict[str, float]:
+        return {}
 
 
 @dataclass
@@ -106,6 +117,9 @@ class MixedSource:
     def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
         measured = self.text.validate(model, batch_size, batches)
         return {**measured, "accuracy": self.task.validate(model, batch_size, batches)["accuracy"]}
+
+    def examine(self, model: Any) -> dict[str, float]:
+        return self.task.examine(model)
 
 
 @torch.no_grad()

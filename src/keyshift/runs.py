@@ -1,0 +1,263 @@
+"""One run of a comparison: a variant trained with a seed, where it lives, what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+from keyshift.attention.shift import Shift
+from keyshift.configuration import KeyshiftConfig
+from keyshift.data import TextData
+from keyshift.errors import NonFiniteLoss, RunError, UserError
+from keyshift.modeling import KeyshiftForCausalLM
+from keyshift.recipe import VARIANTS, Recipe, Variant, build_task
+from keyshift.results import Point, RunResult, ShiftWeights
+from keyshift.training import BatchSource, MixedSource, Outcome, Progress, TaskSource, TextSource, train
+
+SHIFTS: dict[str, Literal["query", "key", "value"]] = {
+    "query_shift": "query",
+    "key_shift": "key",
+    "value_shift": "value",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One variant with one seed.
+
+    Attributes:
+        directory: holds its checkpoints and, once it is finished, ``result.json``.
+        tokens_per_step: of its batches.
+    """
+
+    variant: Variant
+    config: KeyshiftConfig
+    seed: int
+    directory: Path
+    tokens_per_step: int
+
+    @property
+    def name(self) -> str:
+        """As it is called in messages."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+
+class Sources:
+    """What the variants of a recipe train on; those with the same data share a source."""
+
+    def __init__(self, recipe: Recipe, text: TextData | None):
+        self.recipe, self.text = recipe, text
+        self.made: dict[str, BatchSource] = {}
+
+    def of(self, variant: Variant) -> BatchSource:
+        """The data of a variant.
+
+        Raises:
+            UserError: task settings that contradict each other or the text.
+        """
+        key = json.dumps([variant.task, variant.sequence_length])
+        if key not in self.made:
+            self.made[key] = self._make(variant)
+        return self.made[key]
+
+    def _make(self, variant: Variant) -> BatchSource:
+        if self.text is None or self.recipe.data is None:
+            assert variant.task is not None
+            return TaskSource(build_task(variant.task))
+        assert variant.sequence_length is not None
+        text = TextSource(self.text, variant.sequence_length)
+        if self.recipe.data.task_share is None:
+            return text
+        assert variant.task is not None
+        sizes = {"vocab_size": text.vocab_size, "sequence_length": text.sequence_length}
+        return MixedSource(text, TaskSource(build_task(variant.task, **sizes)), self.recipe.data.task_share)
+
+
+def plan(recipe: Recipe, sources: Sources, out: Path) -> list[Run]:
+    """Every run, seed by seed, so that an early stop leaves the variants comparable.
+
+    Raises:
+        UserError: variants whose settings contradict each other, or names too alike to make folders of.
+    """
+    grid = recipe.grid()
+    folders = {name: _slug(name) for name in grid}
+    if len(set(folders.values())) < len(folders):
+        raise UserError(f"variants {list(grid)} have names too alike to make folders of; rename some")
+    models = {}
+    for name, variant in grid.items():
+        source = sources.of(variant)
+        models[name] = config_of(variant, source.vocab_size, source.sequence_length)
+    if recipe.equal_parameters is not None:
+        models = {name: _as_large(name, grid, models, recipe.equal_parameters) for name in grid}
+    runs = []
+    for seed in range(recipe.seeds):
+        for name, variant in grid.items():
+            tokens = variant.training.batch_size * sources.of(variant).sequence_length
+            place = out / "runs" / folders[name] / f"seed-{seed}"
+            runs.append(Run(variant, models[name], seed, place, tokens))
+    return runs
+
+
+def _as_large(
+    name: str, grid: dict[str, Variant], models: dict[str, KeyshiftConfig], reference: str
+) -> KeyshiftConfig:
+    """The model of a variant with the ``intermediate_size`` that brings it nearest to the reference's size.
+
+    The reference is the variant of that label with the same labels on all other axes.
+    """
+    labels = {**grid[name].labels, VARIANTS: reference}
+    target = next(models[other] for other, variant in grid.items() if variant.labels == labels)
+    config = models[name]
+    per_channel = 3 * config.hidden_size * config.num_hidden_layers
+    channels = config.intermediate_size + round((parameters(target) - parameters(config)) / per_channel)
+    if config.mlp == "none" or channels < 1:
+        raise UserError(
+            f"variant {name!r} cannot be made as large as equal_parameters={reference!r} by its "
+            "intermediate_size; use fewer layers, or leave equal_parameters out"
+        )
+    return KeyshiftConfig.from_dict({**config.to_dict(), "intermediate_size": channels})
+
+
+def parameters(config: KeyshiftConfig) -> int:
+    """Trainable parameters of a model, tied ones once; no memory is taken."""
+    with torch.device("meta"):
+        return KeyshiftForCausalLM(config).num_parameters()
+
+
+def config_of(variant: Variant, vocab_size: int, sequence_length: int) -> KeyshiftConfig:
+    """The model of a variant. Raises `UserError`, naming the variant, for settings that contradict."""
+    sizes = {"max_position_embeddings": sequence_length, **variant.model}
+    try:
+        config = KeyshiftConfig(vocab_size=vocab_size, **sizes)
+    except UserError as error:
+        raise UserError(f"variant {variant.name!r}: {error}") from error
+    if config.max_position_embeddings < sequence_length:
+        raise UserError(
+            f"variant {variant.name!r}: max_position_embeddings={config.max_position_embeddings} is below "
+            f"sequence_length={sequence_length}; raise it or leave it out"
+        )
+    return config
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
+
+
+def known(run: Run) -> RunResult:
+    """What is known of a run before it starts: its result, if an earlier call finished it."""
+    kept = run.directory / "result.json"
+    if kept.exists():
+        try:
+            return RunResult.model_validate_json(kept.read_text())
+        except ValueError as error:
+            raise UserError(f"{kept} is damaged; delete it to train this run again") from error
+    return RunResult(seed=run.seed, status="pending")
+
+
+def execute(
+    run: Run,
+    source: BatchSource,
+    *,
+    resume: bool,
+    stop: Callable[[], bool],
+    on_progress: Callable[[Progress], None],
+) -> RunResult:
+    """Train a run from its newest checkpoint (``resume``) or its beginning, and keep what came of it.
+
+    A result is written if the run finished or diverged: neither is repeated.
+
+    Raises:
+        RunError: a checkpoint or the result could not be written.
+    """
+    transformers.set_seed(run.seed)
+    model = KeyshiftForCausalLM(run.config)
+    run.directory.mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = train(
+            model,
+            source,
+            run.variant.training,
+            run.directory,
+            seed=run.seed,
+            resume=resume,
+            stop=stop,
+            on_progress=on_progress,
+        )
+    except NonFiniteLoss as error:
+        curve = _curve(error.history, run)
+        result = RunResult(
+            seed=run.seed, status="diverged", message=str(error), steps=error.step, curve=curve
+        )
+    else:
+        result = _result(run, model, outcome, source)
+    if result.status in ("finished", "diverged"):
+        with written(run.directory):
+            write_json(run.directory / "result.json", result.model_dump(mode="json"))
+    return result
+
+
+def _result(run: Run, model: KeyshiftForCausalLM, outcome: Outcome, source: BatchSource) -> RunResult:
+    return RunResult(
+        seed=run.seed,
+        status="interrupted" if outcome.interrupted else "finished",
+        message=f"stopped at step {outcome.steps}" if outcome.interrupted else None,
+        steps=outcome.steps,
+        curve=_curve(outcome.history, run),
+        train_loss=[(int(entry["step"]), entry["loss"]) for entry in outcome.history if "loss" in entry],
+        train_tokens_per_second=run.tokens_per_step / outcome.step_seconds if outcome.step_seconds else None,
+        shift_weights=learned_shifts(model),
+        scores={} if outcome.interrupted else source.examine(model),
+    )
+
+
+def _curve(history: list[dict[str, float]], run: Run) -> list[Point]:
+    return [
+        Point(
+            step=int(entry["step"]),
+            tokens=int(entry["step"]) * run.tokens_per_step,
+            loss=entry["eval_loss"],
+            accuracy=entry.get("eval_accuracy"),
+            bits_per_byte=entry.get("eval_bits_per_byte"),
+        )
+        for entry in history
+        if "eval_loss" in entry
+    ]
+
+
+def learned_shifts(model: KeyshiftForCausalLM) -> list[ShiftWeights]:
+    """Every head's mixing weights: α of keys, β of values, γ of queries."""
+    found = []
+    for layer, block in enumerate(model.model.layers):
+        for attribute, role in SHIFTS.items():
+            shift: Shift | None = getattr(block.self_attn, attribute)
+            if shift is not None:
+                weights = shift.weights().detach().float().tolist()
+                found.append(ShiftWeights(layer=layer, of=role, weights=weights))
+    return found
+
+
+@contextmanager
+def written(out: Path) -> Iterator[None]:
+    """Writing of results, which may find the disk full."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write results in {out} ({error.strerror}); free some space and pass --resume"
+        ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace ``path`` in one step."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2))
+    os.replace(temporary, path)
