@@ -14,10 +14,29 @@ OLDEST_TESTS := tests/test_invariant.py tests/test_generate.py tests/test_model.
   tests/test_training.py tests/test_compare.py tests/test_quantised_cache.py tests/test_circuits_capture.py \
   tests/test_circuits_weights.py tests/test_circuits_parts.py tests/test_circuits_loading.py
 
-.PHONY: compare test test-slow test-oldest lint format browser clean
+# Text for the papers' recipes that read some; SIZE is one of a recipe's sizes.
+CORPUS ?= runs/corpus
+SIZE ?= small
+JOBS ?= 2
+
+.PHONY: compare papers papers-quick test test-slow test-oldest lint format browser clean
 
 compare: $(VENV)/.installed
 	$(BIN)/keyshift compare induction --out $(OUT) --resume $(ARGS)
+
+# Every experiment of the papers at one size; calling it again goes on.
+papers: $(VENV)/.installed $(CORPUS)
+	set -e; for file in recipes/papers/*.toml; do \
+	  name=papers/$$(basename $$file .toml); \
+	  text=$$(if grep -q '^\[data\]' $$file; then echo $(CORPUS); fi); \
+	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --out runs/$(SIZE)/$$name --resume; \
+	done
+
+papers-quick:
+	$(MAKE) papers SIZE=quick
+
+$(CORPUS): $(VENV)/.installed
+	$(BIN)/python scripts/corpus.py $(CORPUS)
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)

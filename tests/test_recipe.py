@@ -95,6 +95,7 @@ def test_a_task_mixed_with_text_takes_its_sizes_from_the_text():
         ({"vocab_size": 299}, "task.vocab_size=299 contradicts the text's vocab_size=300; leave it out"),
         ({"sequence_length": 64}, "task.sequence_length=64 contradicts the text's sequence_length=32"),
         ({"longest": 30}, "task longest=30"),
+        ({"name": "igsm"}, "task.name='igsm' has a vocab_size of its own and cannot be mixed with text"),
         ({"longets": 30}, "task.longets is not known; did you mean 'longest'"),
     ],
 )

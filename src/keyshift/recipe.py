@@ -296,6 +296,8 @@ def build_task(table: dict[str, Any], **sizes: int) -> Task:
         if not isinstance(value, int):
             raise UserError(f"task.{field}={value!r} must be an integer")
     for field, value in sizes.items():
+        if field not in valid:
+            raise UserError(f"task.name={name!r} has a {field} of its own and cannot be mixed with text")
         if fields.setdefault(field, value) != value:
             raise UserError(
                 f"task.{field}={fields[field]} contradicts the text's {field}={value}; leave it out"
