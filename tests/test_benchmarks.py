@@ -19,6 +19,7 @@ import torch
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM
 from keyshift.data import train_tokenizer
 from keyshift.ops.stream_attention import backends
+from keyshift.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -89,6 +90,12 @@ def test_circuits() -> None:
         "peak memory over forward passes without logits, MB",
     ]
     assert set(found["peak_megabytes"]) == {"plain", "hidden", "watched", "eager", "long"}
+
+
+def test_tasks() -> None:
+    compared = [name.removeprefix("tokens/s: ") for name in names(quickly("tasks.py"))]
+    assert compared[: len(TASKS)] == list(TASKS)
+    assert [name.split(",")[0] for name in compared[len(TASKS) :]] == ["hop_k", "induction", "recall"]
 
 
 def test_trainer() -> None:

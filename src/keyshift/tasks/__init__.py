@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from keyshift.tasks.hop_k import HopK
+from keyshift.tasks.igsm import IGSM
 from keyshift.tasks.induction import Induction
+from keyshift.tasks.ngram import NGram
+from keyshift.tasks.recall import Recall
 from keyshift.tasks.repeated import RepeatedTokens
 
 if TYPE_CHECKING:
@@ -48,6 +52,23 @@ class Examined(Protocol):
         ...
 
 
-TASKS: dict[str, type[Task]] = {"induction": Induction, "repeated": RepeatedTokens}
+TASKS: dict[str, type[Task]] = {
+    "hop_k": HopK,
+    "igsm": IGSM,
+    "induction": Induction,
+    "ngram": NGram,
+    "recall": Recall,
+    "repeated": RepeatedTokens,
+}
 
-__all__ = ["TASKS", "Examined", "Induction", "RepeatedTokens", "Task"]
+__all__ = [
+    "IGSM",
+    "TASKS",
+    "Examined",
+    "HopK",
+    "Induction",
+    "NGram",
+    "Recall",
+    "RepeatedTokens",
+    "Task",
+]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 SPLITS = {"train": 0, "validation": 1}
+EXAMINATION = len(SPLITS)
+"""What `Examined.examine` draws from is a split of its own."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Induction:
     """Uniformly random tokens, except that when token j repeats token i, token j+1 repeats token i+1.
 
     So a sequence runs until chance repeats a token and loops from there on. The answer is *determined* where
-    the present token has been seen before; only there is it a label, elsewhere the label is -100.
+    the present token has been seen before; only there is it a label, elsewhere the label is -100. So the best
+    accuracy is 1, and the best loss 0.
 
     Args:
         vocab_size: tokens to draw from (8,000 in the paper).
@@ -94,16 +97,25 @@ class Induction:
         return float((answers / np.maximum(repeat - first, 1)).sum() / max(1, answers.sum()))
 
 
+def previous_occurrence(tokens: np.ndarray) -> np.ndarray:
+    """For every position of ``tokens`` [rows, length], the last one before it with the same token, or -1:
+    [rows, length], int64."""
+    order = np.argsort(tokens, axis=1, kind="stable")
+    ordered = np.take_along_axis(tokens, order, axis=1)
+    previous = np.full(tokens.shape, -1)
+    same = np.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1], -1)
+    np.put_along_axis(previous, order[:, 1:], same, axis=1)
+    return previous
+
+
 def _first_repeat(drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each row, the positions i < j of its earliest repeat: the smallest j, and where that token stood
     before.
 
-    A row without a repeat gets j = its length (and some i).
+    A row without a repeat gets j = its length (and i = -1).
     """
-    rows, length = drawn.shape
-    order = np.argsort(drawn, axis=1, kind="stable")
-    ordered = np.take_along_axis(drawn, order, axis=1)
-    again = np.where(ordered[:, 1:] == ordered[:, :-1], order[:, 1:], length)
-    pick = again.argmin(axis=1)
-    row = np.arange(rows)
-    return order[row, pick], again[row, pick]
+    previous = previous_occurrence(drawn)
+    repeated = previous >= 0
+    earliest = repeated.argmax(axis=1)
+    repeat = np.where(repeated.any(axis=1), earliest, drawn.shape[1])
+    return previous[np.arange(len(drawn)), earliest], repeat

@@ -20,7 +20,7 @@ class RepeatedTokens:
 
     The length of the string, the period, is drawn for every row, so that no fixed distance gives the answer.
     An answer is *determined* once the present token was seen before: from the second token of the second copy
-    on. Only there is it a label, elsewhere the label is -100.
+    on. Only there is it a label, elsewhere the label is -100. So the best accuracy is 1, and the best loss 0.
 
     Args:
         vocab_size: the string is drawn from tokens 1 … vocab_size - 1.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keyshift.data import TextData
 from keyshift.tasks import Examined, Task
+from keyshift.tasks.scoring import score
 
 Batch = dict[str, Tensor]
 
@@ -55,7 +56,7 @@ class TaskSource:
 
     def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
         held_out = (self.task.batch(0, step, batch_size, "validation") for step in range(batches))
-        loss, correct, count = _score(model, held_out)
+        loss, correct, count = score(model, held_out)
         return {"loss": loss / count, "accuracy": correct / count}
 
     def examine(self, model: Any) -> dict[str, float]:
@@ -81,7 +82,7 @@ class TextSource:
 
     def validate(self, model: Any, batch_size: int, batches: int) -> dict[str, float]:
         held_out = self.data.validation.sequential(batch_size, self.sequence_length, batches)
-        loss, _, count = _score(model, held_out)
+        loss, _, count = score(model, held_out)
         return {"loss": loss / count, "bits_per_byte": self.data.bits_per_byte(loss / count)}
 
     def examine(self, model: Any) -> dict[str, float]:
@@ -120,19 +121,3 @@ class MixedSource:
 
     def examine(self, model: Any) -> dict[str, float]:
         return self.task.examine(model)
-
-
-@torch.no_grad()
-def _score(model: Any, batches: Any) -> tuple[float, int, int]:
-    """Summed loss in nats, correct predictions and predictions, over the labels that count."""
-    loss, correct, count = 0.0, 0, 0
-    for batch in batches:
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch, use_cache=False).logits[:, :-1]
-        counted = labels != -100
-        logits, answers = logits[counted].float(), labels[counted]
-        loss += torch.nn.functional.cross_entropy(logits, answers, reduction="sum").item()
-        correct += int((logits.argmax(-1) == answers).sum())
-        count += len(answers)
-    return loss, correct, max(count, 1)
