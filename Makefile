@@ -28,7 +28,7 @@ compare: $(VENV)/.installed
 papers: $(VENV)/.installed $(CORPUS)
 	set -e; for file in recipes/papers/*.toml; do \
 	  name=papers/$$(basename $$file .toml); \
-	  text=$$(if grep -q '^\[data\]' $$file; then echo $(CORPUS); fi); \
+	  text=$$(if grep -q '^\[data\]' $$file; then echo $(CORPUS)/prose; fi); \
 	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --out runs/$(SIZE)/$$name --resume; \
 	done
 
