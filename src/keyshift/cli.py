@@ -220,6 +220,28 @@ def circuits(
     console.print(f"report: {out / 'circuits.html'}", soft_wrap=True)
 
 
+@app.command()
+def theory(
+    out: Annotated[Path, typer.Option(help="Where theory.json, theory.html and figures go.")] = Path(
+        "runs/theory"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Check every theorem of the papers numerically: what holds, and what needs a correction."""
+    from keyshift.progress import stages
+    from keyshift.theory.command import check_theory
+    from keyshift.theory.report import print_theory, summary
+
+    console = Console(stderr=as_json, highlight=False)
+    with stages(console) as progress:
+        report = check_theory(out, progress)
+    if as_json:
+        _print_json(summary(report))
+    else:
+        print_theory(report, console)
+    console.print(f"report: {out / 'theory.html'}", soft_wrap=True)
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """``key=value`` with a TOML value; what is not TOML is a string."""
     key, found, value = text.partition("=")
