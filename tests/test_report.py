@@ -11,97 +11,29 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import matplotlib
 import pytest
 from browser import chromium_fixture, console_errors, prefer, requested_urls, resize  # noqa: F401
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from reports import at, fall, report, rise, run, score_report, shift_weights, variant, width_report
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.expected_conditions import alert_is_present
 
 from keyshift.report import print_summary, summary_rows, write_report
-from keyshift.results import Point, Report, RunResult, ShiftWeights, VariantResult
+from keyshift.report.figures.series import aligned, track_of
+from keyshift.report.markdown import render_markdown
+from keyshift.results import Point, Report, ShiftWeights
 
 HOSTILE = "<script>alert(1)</script>"
 ODD_NAMES = ("_x", "$a_b$ \\frac", "[red]名前[/red] 🙂", "n" * 200)
 
 
 # --- reports to work with
-
-
-def rise(seed: int, middle: float, top: float, steps: int = 1000, every: int = 25) -> list[Point]:
-    """A learning curve that climbs from a quarter to ``top`` around step ``middle``, later per seed."""
-    points = []
-    for step in range(0, steps + 1, every):
-        climb = 1 / (1 + math.exp(-(step - middle - 40 * seed) / 22))
-        accuracy = 0.25 + (top - 0.25) * climb + 0.004 * math.sin(step * (seed + 1))
-        loss = 5.5 * math.exp(-step / 150) * (1 - climb) + 2.9 * (1 - climb) + 0.01 * (1 + seed / 4)
-        points.append(Point(step=step, tokens=step * 4096, loss=loss, accuracy=min(accuracy, 1.0)))
-    return points
-
-
-def fall(seed: int, floor: float, steps: int = 2000, every: int = 100) -> list[Point]:
-    """A language model's held-out loss."""
-    points = []
-    for step in range(0, steps + 1, every):
-        loss = floor + 6.6 * math.exp(-step / 220) + 0.6 * math.exp(-step / 900) + 0.012 * seed
-        points.append(Point(step=step, tokens=step * 8192, loss=loss, bits_per_byte=loss * 0.41))
-    return points
-
-
-def shift_weights(seed: int, layers: int, heads: int) -> list[ShiftWeights]:
-    """Weights that lie near the induction corner in the first layer and anywhere in the others."""
-    weights = []
-    for layer in range(layers):
-        own = [0.5 + 0.5 * math.sin(7 * layer * (head + 1) + seed) for head in range(heads)]
-        if layer == 0:
-            own = [0.1 * head + 0.07 * seed for head in range(heads)]
-        weights.append(ShiftWeights(layer=layer, of="key", weights=[[w - 0.1, 1 - w] for w in own]))
-        weights.append(ShiftWeights(layer=layer, of="value", weights=[[1.1 - w / 2, w / 2] for w in own]))
-    return weights
-
-
-def run(seed: int, curve: list[Point], **fields: Any) -> RunResult:
-    steps = curve[-1].step if curve else 0
-    return RunResult(**{"seed": seed, "status": "finished", "steps": steps, "curve": curve, **fields})
-
-
-def variant(name: str, runs: list[RunResult], cached: int = 512, **fields: Any) -> VariantResult:
-    config = {"attention": fields.pop("attention", "gqa"), "shift": fields.pop("shift", "none")}
-    return VariantResult(
-        **{"name": name, "config": config, "parameters": 66_304, "cache_bytes_per_token": cached, **fields},
-        runs=runs,
-    )
-
-
-def report(kind: str, variants: list[VariantResult], **fields: Any) -> Report:
-    return Report(
-        **{
-            "title": "Induction: does a one-layer model need the shift?",
-            "kind": kind,
-            "command": "keyshift compare recipes/induction.toml --seeds 0,1,2 --out results/induction",
-            "created": "2026-01-05T09:30:00Z",
-            "environment": {
-                "keyshift": "0.1.0",
-                "torch": "2.9.1",
-                "processor": "AMD EPYC 7763",
-                "threads": "2",
-            },
-            "recipe": {
-                "task": {"name": "induction", "vocab_size": 256, "length": 64},
-                "steps": 1000,
-                "lr": 1e-3,
-            },
-            "data": {"training_tokens": 4_096_000, "chance_level": 0.00390625, "documents": {"a.txt": 12}},
-            "complete": True,
-            "variants": variants,
-            **fields,
-        }
-    )
 
 
 def task_report() -> Report:
@@ -165,10 +97,6 @@ def text_report() -> Report:
     return report("text", variants, title="Six megabytes of text")
 
 
-def at(step: int, accuracy: float, loss: float = 1.0) -> Point:
-    return Point(step=step, tokens=step, loss=loss, accuracy=accuracy)
-
-
 def weights(of: Literal["key", "value", "query"], head: list[float]) -> ShiftWeights:
     return ShiftWeights(layer=1, of=of, weights=[head])
 
@@ -193,6 +121,13 @@ PARTIAL = {
             variant("b", [run(0, [], shift_weights=[weights("query", [1.0, 0.0])])]),
         ],
     ),
+}
+SHOWN = {
+    "task": task_report(),
+    "text": text_report(),
+    "widths": width_report(),
+    "scores": score_report(),
+    **PARTIAL,
 }
 
 
@@ -299,6 +234,7 @@ def test_same_report_gives_the_same_bytes(tmp_path: Path) -> None:
     assert {str(file) for file in files} == {
         "report.json",
         "report.html",
+        "report.md",
         *(f"figures/{name}.png" for name in ("accuracy", "loss", "cache", "shift")),
     }
     for file in files:
@@ -351,6 +287,56 @@ def test_value_heads_are_shared_by_the_key_heads_of_their_group(tmp_path: Path) 
     ]
 
 
+def test_a_report_of_a_grid_has_its_figures(tmp_path: Path) -> None:
+    write_report(width_report(), tmp_path / "widths")
+    write_report(score_report(), tmp_path / "scores")
+    drawn = {
+        folder: {path.stem for path in (tmp_path / folder / "figures").iterdir()}
+        for folder in ("widths", "scores")
+    }
+    assert drawn["widths"] == {"grid", "difference-accuracy", "accuracy", "loss"}
+    assert drawn["scores"] == {"errors", "scores", "accuracy", "loss"}
+
+
+def test_a_run_that_was_done_early_keeps_its_last_value() -> None:
+    early, late, cut = (
+        run(seed, rise(seed, 50, 1.0, steps=steps)) for seed, steps in enumerate((50, 75, 75))
+    )
+    cut = cut.model_copy(update={"status": "interrupted", "curve": cut.curve[:2]})
+    tracks = [track for each in (early, late) if (track := track_of(each, "accuracy"))]
+    rows = aligned(tracks)
+    assert list(rows) == [0, 25, 50, 75]
+    assert rows[75] == [early.curve[-1].accuracy, late.curve[-1].accuracy]
+    (stopped,) = [track for each in (cut,) if (track := track_of(each, "accuracy"))]
+    assert list(aligned([*tracks, stopped])) == [0, 25]
+
+
+def test_markdown_holds_the_report_and_nothing_that_markdown_would_read() -> None:
+    text = render_markdown(width_report())
+    assert "> At \\<b\\>hidden size 8\\</b\\> one layer with KV shift learns." in text
+    assert "- 2 layers, 8, seed 1: failed after 40 steps (killed by signal 9)" in text
+    assert "- 2 layers, 64, seed 2: diverged after 30 steps (loss is nan)" in text
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert [len(lines) - 2 for lines in tables] == [6, 8]
+    for lines in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+    assert render_markdown(task_report()).count("\\<script\\>") == 2
+    assert "## Scores" in render_markdown(score_report())
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_markdown_of_any_report_is_the_same_each_time(case: str) -> None:
+    text = render_markdown(SHOWN[case])
+    assert text == render_markdown(Report.model_validate_json(SHOWN[case].model_dump_json()))
+    assert text.endswith("\n")
+
+
+def test_markdown_links_the_figures(tmp_path: Path) -> None:
+    write_report(width_report(), tmp_path)
+    links = re.findall(r"\]\((.+?)\)", (tmp_path / "report.md").read_text())
+    assert sorted(links) == sorted(f"figures/{path.name}" for path in (tmp_path / "figures").iterdir())
+
+
 def test_importing_the_report_loads_no_drawing_library() -> None:
     code = "import sys, keyshift.report; sys.exit(bool({'matplotlib', 'jinja2', 'rich'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -359,14 +345,13 @@ def test_importing_the_report_loads_no_drawing_library() -> None:
 # --- the terminal
 
 
-@pytest.mark.parametrize("kind", ["task", "text", *PARTIAL])
+@pytest.mark.parametrize("kind", SHOWN)
 def test_summary_fits_80_columns(kind: str) -> None:
-    shown = {"task": task_report(), "text": text_report(), **PARTIAL}[kind]
     output = io.StringIO()
-    print_summary(shown, Console(file=output, width=80))
+    print_summary(SHOWN[kind], Console(file=output, width=80))
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert "…" not in output.getvalue()
+    assert not re.search(r"\S…", output.getvalue())  # nothing is cut
 
 
 def test_summary_shows_the_columns_of_its_kind() -> None:
@@ -428,13 +413,42 @@ def test_page_says_what_was_measured(chromium: webdriver.Chrome, tmp_path: Path)
     assert hostile.startswith(f"{HOSTILE} reached 99% held-out accuracy in 2 of 3 seeds, at steps ")
 
 
-@pytest.mark.parametrize("kind", ["task", "text", "odd names", "pending"])
+def test_page_of_a_grid(chromium: webdriver.Chrome, tmp_path: Path) -> None:
+    resize(chromium, 1200)
+    open_page(chromium, width_report(), tmp_path)
+    claim = chromium.find_element(By.CSS_SELECTOR, "header .claim").text
+    assert claim.splitlines()[-1] == "At <b>hidden size 8</b> one layer with KV shift learns."
+    banner = chromium.find_element(By.CSS_SELECTOR, ".banner").text
+    assert "Runs lost: 1 diverged, 1 failed." in banner
+    assert "2 layers, 8, seed 1: failed after 40 steps (killed by signal 9)" in banner
+    rows = [row.text for row in chromium.find_elements(By.CSS_SELECTOR, ".differences tbody tr")]
+    assert rows[0] == "1 layer + KV shift vs 2 layers, accuracy"
+    assert [row.split("\n")[0].split(" points")[0].rsplit(" ", 1)[0] for row in rows[1:5]] == [
+        "hidden size 8",
+        "hidden size 16",
+        "hidden size 64",
+        "pooled over 3",
+    ]
+    assert "1 left out: failed" in rows[1]
+    assert "at least" in next(row for row in rows[6:] if row.startswith("hidden size 16"))
+    swatches = chromium.find_elements(By.CSS_SELECTOR, ".results .swatch")
+    assert len({swatch.value_of_css_property("background-color") for swatch in swatches}) == 2
+
+
+def test_page_shows_scores(chromium: webdriver.Chrome, tmp_path: Path) -> None:
+    open_page(chromium, score_report(), tmp_path)
+    table = chromium.find_element(By.CSS_SELECTOR, "[aria-label=Scores] table").text
+    assert table.splitlines()[0] == "Variant k=1 k=2 k=4 k=8 test lenient test strict"
+    assert "97.5%" in table
+
+
+@pytest.mark.parametrize("kind", ["task", "text", "widths", "scores", "odd names", "pending"])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_page_never_scrolls_sideways(
     chromium: webdriver.Chrome, tmp_path: Path, kind: str, width: int
 ) -> None:
     resize(chromium, width)
-    open_page(chromium, {"task": task_report(), "text": text_report(), **PARTIAL}[kind], tmp_path)
+    open_page(chromium, SHOWN[kind], tmp_path)
     for details in chromium.find_elements(By.CSS_SELECTOR, "summary"):
         details.click()
     assert chromium.execute_script("return document.documentElement.scrollWidth") <= width

@@ -63,6 +63,12 @@ def compare(
         str, typer.Option(help="Which of the recipe's sizes: small, or one of [sizes].")
     ] = "small",
     jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(help="Train every run in a job there instead: slurm, or local to try.")
+    ] = None,
+    cluster_settings: Annotated[
+        list[str] | None, typer.Option("--cluster-set", help="What jobs ask for: slurm_partition=gpu")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Train every variant with so many seeds.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps per run.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Text: a tokenizer's folder or hub name.")] = None,
@@ -89,11 +95,16 @@ def compare(
     directory = out or Path("runs") / (recipe if recipe in builtin_recipes() else Path(recipe).stem)
     console = Console(stderr=as_json, highlight=False)
     stop = _Interruption()
+    from keyshift.cluster import Cluster
     from keyshift.compare import compare as run
     from keyshift.report import print_summary, summary_rows
 
+    if cluster is None and cluster_settings:
+        raise UserError(f"--cluster-set {cluster_settings[0]!r} needs --cluster slurm")
+    asked = dict(_setting(text, "--cluster-set", "timeout_min=60") for text in cluster_settings or [])
+    where = None if cluster is None else Cluster(cluster, asked)
     with stop, follow(console, stop) as hooks:
-        report = run(loaded, directory, resume=resume, jobs=jobs, hooks=hooks)
+        report = run(loaded, directory, resume=resume, jobs=jobs, cluster=where, hooks=hooks)
     if as_json:
         _print_json(summary_rows(report))
     else:
@@ -242,11 +253,13 @@ def theory(
     console.print(f"report: {out / 'theory.html'}", soft_wrap=True)
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _setting(
+    text: str, option: str = "--set", example: str = "training.learning_rate=3e-4"
+) -> tuple[str, Any]:
     """``key=value`` with a TOML value; what is not TOML is a string."""
     key, found, value = text.partition("=")
     if not found or not key.strip():
-        raise UserError(f"--set {text!r} must look like training.learning_rate=3e-4")
+        raise UserError(f"{option} {text!r} must look like {example}")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -260,7 +273,7 @@ def _print_json(rows: Any) -> None:
 
 
 class _Interruption:
-    """Ctrl-C or SIGTERM asks for an orderly stop; a second one stops at once."""
+    """Ctrl-C, SIGTERM or a closed terminal asks for an orderly stop; a second one stops at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -269,7 +282,10 @@ class _Interruption:
         return self.asked
 
     def __enter__(self) -> _Interruption:
-        self.before = {sig: signal.signal(sig, self._handle) for sig in (signal.SIGINT, signal.SIGTERM)}
+        asking = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            asking.append(signal.SIGHUP)
+        self.before = {sig: signal.signal(sig, self._handle) for sig in asking}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from keyshift.attention.shift import Shift
 from keyshift.cache import cache_bytes_per_token
+from keyshift.cluster import Cluster, execute_on_cluster
 from keyshift.data import TextData, prepare
 from keyshift.errors import UserError, first_line
 from keyshift.measure import decode_seconds, measured_bytes_per_token
@@ -25,13 +26,14 @@ from keyshift.provenance import command_line, environment, moment
 from keyshift.recipe import Recipe
 from keyshift.report import write_report
 from keyshift.results import Report, RunResult, VariantResult
-from keyshift.runs import Run, Sources, execute, known, plan, write_json, written
+from keyshift.runs import DONE, Run, Sources, execute, known, plan, write_json, written
 from keyshift.training import Progress, TaskSource
 
 RECIPE_FILE = "recipe.json"
-OWN_FILES = {RECIPE_FILE, ".lock", "data", "runs", "figures", "report.json", "report.html", "report.md"}
-DONE = ("finished", "diverged")
-"""How a run ends that is not to be repeated."""
+OWN_FILES = {
+    *(RECIPE_FILE, ".lock", "data", "jobs", "runs", "figures"),
+    *("report.json", "report.html", "report.md"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,13 @@ class Hooks:
 
 
 def compare(
-    recipe: Recipe, out: Path, *, resume: bool = False, jobs: int = 1, hooks: Hooks | None = None
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    jobs: int = 1,
+    cluster: Cluster | None = None,
+    hooks: Hooks | None = None,
 ) -> Report:
     """Train every variant of a recipe with every seed, measure, and write the report into ``out``.
 
@@ -62,15 +70,19 @@ def compare(
     newest checkpoint. The report is written at the end, after an interruption, and when something fails.
 
     Args:
-        jobs: runs at a time; more than one run in processes of their own, with their share of the cores.
+        jobs: runs at a time; more than one run in processes of their own, with their share of the cores. A
+            run that cannot go on is ``failed`` then, and the others go on.
+        cluster: submit every run as a job there instead; ``out`` must be in a folder that its nodes share.
 
     Raises:
-        UserError: settings that do not fit, ``out`` in use or holding something else.
+        UserError: settings that do not fit, ``out`` in use or holding something else, jobs refused.
         RunError: a checkpoint could not be written.
     """
     hooks = hooks or Hooks()
     if jobs < 1:
         raise UserError(f"jobs={jobs} must be at least 1")
+    if cluster is not None:
+        cluster.check(jobs, out / "jobs")
     with _claimed(out):
         _check_folder(recipe, out, resume)
         text = _text(recipe, out, hooks)
@@ -82,10 +94,13 @@ def compare(
         left = [run for run in runs if results[run].status not in DONE]
         hooks.planned(left)
         facts = _facts(runs, sources, text)
+
+        def keep(run: Run, result: RunResult) -> None:
+            results[run] = result
+            hooks.finished(run, result)
+
         try:
-            for run, result in _executed(left, recipe, sources, out, resume, jobs, hooks):
-                results[run] = result
-                hooks.finished(run, result)
+            _execute_all(left, recipe, sources, out, resume, jobs, cluster, hooks, keep)
         except BaseException:
             with written(out):
                 write_report(_report(recipe, facts, results), out)
@@ -93,36 +108,57 @@ def compare(
         report = _report(recipe, facts, results)
         if not left:
             _keep_decode_times(report, out)
-        elif not hooks.stop():
+        elif cluster is None and not hooks.stop():
             _measure_decoding(report, runs)
         with written(out):
             write_report(report, out)
     return report
 
 
-def _executed(
-    runs: list[Run], recipe: Recipe, sources: Sources, out: Path, resume: bool, jobs: int, hooks: Hooks
-) -> Iterator[tuple[Run, RunResult]]:
-    """Every run and its result, in this process one after the other or in ``jobs`` others."""
-    if jobs == 1:
-        for run in runs:
-            if hooks.stop():
-                return
-            told = partial(hooks.progress, run)
-            source = sources.of(run.variant)
-            yield run, execute(run, source, resume=resume, stop=hooks.stop, on_progress=told)
-        return
+def _execute_all(
+    runs: list[Run],
+    recipe: Recipe,
+    sources: Sources,
+    out: Path,
+    resume: bool,
+    jobs: int,
+    cluster: Cluster | None,
+    hooks: Hooks,
+    keep: Callable[[Run, RunResult], None],
+) -> None:
+    """Train the runs: in this process one after the other, in ``jobs`` others, or on the cluster."""
     text = None if sources.text is None else out / "data"
-    error = None
-    for event in execute_parallel(runs, recipe, text, jobs=jobs, resume=resume, stop=hooks.stop):
-        if event.progress is not None:
-            hooks.progress(event.run, event.progress)
-        elif isinstance(event.outcome, RunResult):
-            yield event.run, event.outcome
-        else:
-            error = event.outcome
-    if error is not None:
-        raise error
+    if cluster is not None:
+        execute_on_cluster(
+            runs,
+            recipe,
+            text,
+            out / "jobs",
+            cluster,
+            resume=resume,
+            stop=hooks.stop,
+            on_progress=hooks.progress,
+            on_result=keep,
+        )
+        return
+    if jobs > 1:
+        execute_parallel(
+            runs,
+            recipe,
+            text,
+            jobs=jobs,
+            resume=resume,
+            stop=hooks.stop,
+            on_progress=hooks.progress,
+            on_result=keep,
+        )
+        return
+    for run in runs:
+        if hooks.stop():
+            return
+        told = partial(hooks.progress, run)
+        source = sources.of(run.variant)
+        keep(run, execute(run, source, resume=resume, stop=hooks.stop, on_progress=told))
 
 
 @contextmanager
@@ -210,12 +246,13 @@ def _report(recipe: Recipe, facts: dict[str, Any], results: dict[Run, RunResult]
     variants = {run.variant.name: _variant(run) for run in results if run.seed == 0}
     for run, result in results.items():
         variants[run.variant.name].runs.append(result)
+    trained = (result.environment for result in results.values() if result.environment)
     return Report(
         title=recipe.title,
         kind="text" if recipe.data else "task",
         command=command_line(leave_out="--resume"),
         created=moment(),
-        environment=environment(),
+        environment=next(trained, None) or environment(),
         recipe=recipe.model_dump(mode="json"),
         data=facts,
         complete=all(result.status in DONE for result in results.values()),

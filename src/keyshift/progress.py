@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -109,23 +110,35 @@ class _Display:
         if run not in self.current:
             bar = self.bars.add_task(run.name, total=steps, completed=standing.step, rates="")
             self.current[run] = _Current(bar, time.monotonic(), standing.step)
+            self.steps -= standing.step  # those before are not trained here, if it was resumed
         current = self.current[run]
         current.step = standing.step
         rates = current.rates(standing, run.tokens_per_step)
-        self.bars.update(current.bar, completed=standing.step, rates=rates)
-        done = self.steps_done + sum(each.step for each in self.current.values())
+        self.bars.update(current.bar, completed=standing.step, rates=self._fitting(rates, run.name))
+        done = self.steps_done + sum(each.step - each.first for each in self.current.values())
         if self.overall is not None:
-            self.bars.update(self.overall, completed=done)
+            self.bars.update(self.overall, completed=done, total=self.steps)
         if not self.console.is_terminal and time.monotonic() - self.spoke > SILENCE:
-            left = (time.monotonic() - self.started) * (self.steps / done - 1) / 60
-            where = f"run {self.runs_done + 1}/{self.runs}, {run.name}, step {standing.step}/{steps}"
-            self._say(f"{where}: {rates}, {left:.0f} min left")
+            left = (time.monotonic() - self.started) * (self.steps / max(1, done) - 1) / 60
+            where = f"{self.runs_done}/{self.runs} runs done; {run.name}, step {standing.step}/{steps}"
+            self._say(f"{where}: {', '.join([*rates, f'{left:.0f} min left'])}")
+
+    def _fitting(self, rates: Sequence[str], name: str) -> str:
+        """As many of the rates as a line has room for beside the name, the bar, the steps and the time."""
+        room = self.console.width - len(name) - 2 * len(str(self.steps)) - 25
+        shown = ""
+        for longer in accumulate(rates, "{} {}".format):
+            if len(longer) <= room:
+                shown = longer
+        return shown
 
     def finished(self, run: Run, result: RunResult) -> None:
         self.runs_done += 1
         self.steps_done += run.variant.training.steps
         if run in self.current:
-            self.bars.remove_task(self.current.pop(run).bar)
+            current = self.current.pop(run)
+            self.bars.remove_task(current.bar)
+            self.steps_done -= current.first
         last = result.curve[-1] if result.curve else None
         facts = [] if last is None else [f"loss {last.loss:.4f}"]
         if last is not None and last.accuracy is not None:
@@ -134,7 +147,9 @@ class _Display:
             facts.append(f"{last.bits_per_byte:.3f} bits/byte")
         if result.train_tokens_per_second:
             facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tok/s")
-        self._say(f"{run.name}: {result.status}; {', '.join(facts)}")
+        if result.status == "failed":
+            facts.append(str(result.message))
+        self._say(f"{run.name}: {result.status}" + "; " * bool(facts) + ", ".join(facts))
 
     def _say(self, text: str) -> None:
         self.spoke = time.monotonic()
@@ -151,7 +166,8 @@ class _Current:
     first: int
     step: int = 0
 
-    def rates(self, standing: Standing, tokens_per_step: int) -> str:
+    def rates(self, standing: Standing, tokens_per_step: int) -> list[str]:
+        """How fast it is and how well it does, what matters most first."""
         per_second = (standing.step - self.first) / max(1e-9, time.monotonic() - self.since)
         quality = "eval_accuracy" if "eval_accuracy" in standing.metrics else "eval_loss"
         shown = {"acc" if quality == "eval_accuracy" else "val": quality, "loss": "loss"}
@@ -159,5 +175,6 @@ class _Current:
             f"{short} {standing.metrics[key]:.3f}" for short, key in shown.items() if key in standing.metrics
         ]
         tokens = per_second * tokens_per_step / 1e3
-        rates = [f"{per_second:.1f}/s", f"{tokens:.1f}k tok/s"] if standing.step > self.first else []
-        return " ".join([*rates, *metrics])
+        if standing.step == self.first:
+            return metrics
+        return [f"{per_second:.1f}/s", *metrics[:1], f"{tokens:.1f}k tok/s", *metrics[1:]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from keyshift.errors import UserError, nearest
 from keyshift.tasks import TASKS, Task
 
-VARIANTS = "variant"
-"""The name of the axis that the table ``[variants]`` makes."""
+VARIANT = "variant"
+"""The axis that the table ``[variants]`` makes; all others are those of ``[axes]``."""
 
 SMALL = "small"
 """The size that a recipe has without ``[sizes]``."""
@@ -74,7 +76,7 @@ class Comparison(Section):
 
     of: str
     against: str
-    axis: str = Field(VARIANTS, description="variant: the table [variants]; or one of [axes]")
+    axis: str = Field(VARIANT, description="variant: the table [variants]; or one of [axes]")
     metric: str = Field("loss", description="loss, accuracy, steps_to_99, or a score that the task gives")
 
 
@@ -83,7 +85,7 @@ class Variant:
     """One row of a comparison, everything about it filled in.
 
     Attributes:
-        name: the labels, joined.
+        name: the labels, as `described`.
         labels: its label on every axis; ``variant`` is the first.
         model: KeyshiftConfig fields.
         training: as it is trained.
@@ -124,14 +126,14 @@ class Recipe(Section):
         Raises:
             UserError: a training, task or data setting of a label that is not known or has a wrong value.
         """
-        axes = {VARIANTS: self.variants, **self.axes}
+        axes = {VARIANT: self.variants, **self.axes}
         cells = itertools.product(*(labels.items() for labels in axes.values()))
         made = (self._variant(dict(zip(axes, cell, strict=True))) for cell in cells)
         return {variant.name: variant for variant in made}
 
     def _variant(self, cell: dict[str, tuple[str, dict[str, Any]]]) -> Variant:
         labels = {axis: label for axis, (label, _) in cell.items()}
-        name = ", ".join(labels.values())
+        name = described(labels)
         model, tables = dict(self.model), {table: dict[str, Any]() for table in OVERRIDABLE}
         for _, settings in cell.values():
             model.update({key: value for key, value in settings.items() if key not in OVERRIDABLE})
@@ -150,6 +152,23 @@ class Recipe(Section):
             None if self.data is None else tables["data"].get("sequence_length", self.data.sequence_length)
         )
         return Variant(name, labels, model, training, task, length)
+
+
+def number(label: str) -> float | None:
+    """The number that a label is, if it is one."""
+    try:
+        value = float(label)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def described(labels: Mapping[str, str]) -> str:
+    """Labels for readers; a number says nothing without its axis: "GVA, hidden size 8, Q-norm"."""
+    return ", ".join(
+        label if axis == VARIANT or number(label) is None else f"{axis} {label}"
+        for axis, label in labels.items()
+    )
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -231,7 +250,7 @@ def _origin_of(field: str, recipe: Recipe, name: str) -> str:
 
 def _check_comparison(recipe: Recipe, comparison: Comparison, origin: str) -> None:
     """Raises `UserError` unless the axis and both labels exist."""
-    axes = {VARIANTS: recipe.variants, **recipe.axes}
+    axes = {VARIANT: recipe.variants, **recipe.axes}
     if comparison.axis not in axes:
         raise UserError(
             f"recipe {origin}: comparisons.axis={comparison.axis!r} is not an axis; "

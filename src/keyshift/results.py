@@ -42,8 +42,8 @@ class RunResult(Record):
 
     seed: int = Field(description="of the initial weights and of the order of the data")
     status: Literal["finished", "interrupted", "diverged", "failed", "pending"] = Field(
-        description="diverged: the loss or a weight became NaN or infinite; failed: its process was killed; "
-        "pending: not begun"
+        description="diverged: the loss or a weight became NaN or infinite; failed: its process was killed "
+        "or could not go on; pending: not begun"
     )
     message: str | None = Field(None, description="why the run did not finish")
     steps: int = Field(0, description="optimiser steps taken")
@@ -59,6 +59,7 @@ class RunResult(Record):
     scores: dict[str, float] = Field(
         {}, description="what the task measured of the trained model, each from 0 to 1 (best)"
     )
+    environment: dict[str, str] = Field({}, description="where it was trained: versions, processor, threads")
 
     def steps_to(self, accuracy: float) -> int | None:
         """The first evaluated step at which held-out accuracy reached ``accuracy``; None if it never did."""
@@ -89,7 +90,7 @@ class Report(Record):
     kind: Literal["task", "text"] = Field(description="a synthetic task or the user's text")
     command: str = Field(description="the command line that produces this report")
     created: str = Field(description="ISO 8601 time, UTC")
-    environment: dict[str, str] = Field(description="versions, processor, threads")
+    environment: dict[str, str] = Field(description="versions, processor, threads, of the first run trained")
     recipe: dict[str, Any] = Field(description="the resolved recipe")
     data: dict[str, Any] = Field(
         {}, description="facts about the data: tokens, bytes, documents, chance level"

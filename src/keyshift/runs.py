@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import filelock
 import torch
 import transformers
 
 from keyshift.attention.shift import Shift
 from keyshift.configuration import KeyshiftConfig
 from keyshift.data import TextData
-from keyshift.errors import NonFiniteLoss, RunError, UserError
+from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
 from keyshift.modeling import KeyshiftForCausalLM
-from keyshift.recipe import VARIANTS, Recipe, Variant, build_task
+from keyshift.provenance import environment
+from keyshift.recipe import VARIANT, Recipe, Variant, build_task
 from keyshift.results import Point, RunResult, ShiftWeights
 from keyshift.training import BatchSource, MixedSource, Outcome, Progress, TaskSource, TextSource, train
 
@@ -28,6 +31,12 @@ SHIFTS: dict[str, Literal["query", "key", "value"]] = {
     "key_shift": "key",
     "value_shift": "value",
 }
+
+DONE = ("finished", "diverged")
+"""How a run ends that is not to be repeated."""
+
+PATIENCE = 60.0
+"""Seconds to wait for another process to let a run's folder go: a worker without parent saves and ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +123,7 @@ def _as_large(
 
     The reference is the variant of that label with the same labels on all other axes.
     """
-    labels = {**grid[name].labels, VARIANTS: reference}
+    labels = {**grid[name].labels, VARIANT: reference}
     target = next(models[other] for other, variant in grid.items() if variant.labels == labels)
     config = models[name]
     per_channel = 3 * config.hidden_size * config.num_hidden_layers
@@ -163,6 +172,35 @@ def known(run: Run) -> RunResult:
     return RunResult(seed=run.seed, status="pending")
 
 
+def failed(run: Run, message: str) -> RunResult:
+    """The result of a run that something went wrong with."""
+    return RunResult(seed=run.seed, status="failed", message=message)
+
+
+def attempt(
+    run: Run,
+    sources: Sources,
+    *,
+    resume: bool,
+    stop: Callable[[], bool],
+    on_progress: Callable[[Progress], None],
+) -> RunResult:
+    """As `execute`, but an error is the run's own: its status is ``failed``, and the message says why.
+
+    What nobody foresaw is in the run's folder, in ``error.txt``.
+    """
+    transformers.utils.logging.disable_progress_bar()  # one for every checkpoint, where nobody looks
+    try:
+        return execute(run, sources.of(run.variant), resume=resume, stop=stop, on_progress=on_progress)
+    except (UserError, RunError) as error:
+        return failed(run, str(error))
+    except Exception as error:
+        report = run.directory / "error.txt"
+        with suppress(OSError):
+            report.write_text(traceback.format_exc())
+        return failed(run, f"{type(error).__name__}: {first_line(error)}; see {report}")
+
+
 def execute(
     run: Run,
     source: BatchSource,
@@ -176,11 +214,45 @@ def execute(
     A result is written if the run finished or diverged: neither is repeated.
 
     Raises:
-        RunError: a checkpoint or the result could not be written.
+        RunError: a checkpoint or the result could not be written, or another process trains this run.
     """
+    with _claimed(run):
+        result = known(run)  # anew: another process may have finished it while this one waited for the folder
+        if not resume or result.status not in DONE:
+            result = _trained(run, source, resume, stop, on_progress)
+        if result.status in DONE:
+            with written(run.directory):
+                write_json(run.directory / "result.json", result.model_dump(mode="json"))
+    return result
+
+
+@contextmanager
+def _claimed(run: Run) -> Iterator[None]:
+    """Hold the run's folder for this process."""
+    lock = filelock.FileLock(run.directory / ".lock", timeout=PATIENCE)
+    with written(run.directory):
+        run.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except filelock.Timeout as error:
+            raise RunError(
+                f"{run.directory} is in use by another process; wait for it to end and pass --resume"
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _trained(
+    run: Run,
+    source: BatchSource,
+    resume: bool,
+    stop: Callable[[], bool],
+    on_progress: Callable[[Progress], None],
+) -> RunResult:
     transformers.set_seed(run.seed)
     model = KeyshiftForCausalLM(run.config)
-    run.directory.mkdir(parents=True, exist_ok=True)
     try:
         outcome = train(
             model,
@@ -193,16 +265,15 @@ def execute(
             on_progress=on_progress,
         )
     except NonFiniteLoss as error:
-        curve = _curve(error.history, run)
-        result = RunResult(
-            seed=run.seed, status="diverged", message=str(error), steps=error.step, curve=curve
+        return RunResult(
+            seed=run.seed,
+            status="diverged",
+            message=str(error),
+            steps=error.step,
+            curve=_curve(error.history, run),
+            environment=environment(),
         )
-    else:
-        result = _result(run, model, outcome, source)
-    if result.status in ("finished", "diverged"):
-        with written(run.directory):
-            write_json(run.directory / "result.json", result.model_dump(mode="json"))
-    return result
+    return _result(run, model, outcome, source)
 
 
 def _result(run: Run, model: KeyshiftForCausalLM, outcome: Outcome, source: BatchSource) -> RunResult:
@@ -216,6 +287,7 @@ def _result(run: Run, model: KeyshiftForCausalLM, outcome: Outcome, source: Batc
         train_tokens_per_second=run.tokens_per_step / outcome.step_seconds if outcome.step_seconds else None,
         shift_weights=learned_shifts(model),
         scores={} if outcome.interrupted else source.examine(model),
+        environment=environment(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The report of a comparison: ``report.json``, figures, a self-contained page, a table for the terminal."""
+"""The report of a comparison: ``report.json``, figures, a self-contained page, Markdown, the terminal."""
 
 from keyshift.report.files import write_report
 from keyshift.report.numbers import summary_rows

@@ -36,16 +36,16 @@ def _columns(kind: str) -> list[Column]:
     final = "Final, held out"
     steps = "Steps to accuracy"
     cached = "Cache, bytes/token"
-    accuracy = Column(final, "Accuracy", "Acc.", lambda row: _spread(row["final_accuracy"], as_percent))
+    accuracy = Column(final, "Accuracy", "Acc.", lambda row: spread_cell(row["final_accuracy"], as_percent))
     task = [
         Column(steps, "90%", "→90%", lambda row: _steps(row["steps_to_90"])),
         Column(steps, "99%", "→99%", lambda row: _steps(row["steps_to_99"])),
         accuracy,
-        Column(final, "Loss, nats", "", lambda row: _spread(row["final_loss"], as_loss)),
+        Column(final, "Loss, nats", "", lambda row: spread_cell(row["final_loss"], as_loss)),
     ]
     text = [
-        Column(final, "Loss, nats", "Loss", lambda row: _spread(row["final_loss"], as_loss)),
-        Column(final, "Bits/byte", "Bits/B", lambda row: _spread(row["bits_per_byte"], as_loss)),
+        Column(final, "Loss, nats", "Loss", lambda row: spread_cell(row["final_loss"], as_loss)),
+        Column(final, "Bits/byte", "Bits/B", lambda row: spread_cell(row["bits_per_byte"], as_loss)),
         accuracy,  # of a task that the text was mixed with
     ]
     decode, train = "decode_ms_per_token", "train_tokens_per_second"
@@ -81,7 +81,8 @@ def _steps(steps: Row | None) -> Cell:
     return Cell(text, f"{steps['reached']} of {steps['of']}" if missed else as_range(steps))
 
 
-def _spread(spread: Row | None, form: Callable[[float], str]) -> Cell:
+def spread_cell(spread: Row | None, form: Callable[[float], str]) -> Cell:
+    """A mean over seeds, and below it the standard deviation."""
     if spread is None:
         return Cell()
     return Cell(form(spread["mean"]), "" if spread["std"] is None else f"± {form(spread['std'])}")

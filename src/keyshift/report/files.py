@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 from keyshift.report.figures import FIGURE_NAMES, draw_figures
+from keyshift.report.markdown import render_markdown
 from keyshift.report.page import render_page
 from keyshift.results import Report
 
 
 def write_report(report: Report, directory: Path) -> None:
-    """Write ``report.json``, ``figures/*.png`` and ``report.html`` into ``directory``, each file atomically.
+    """Write ``report.json``, ``figures/*.png``, ``report.html`` and ``report.md``, each atomically.
 
     The numbers are written first, so that they are kept whatever happens to the drawing. A report may be
     partial: what was not measured is left out.
@@ -25,6 +26,7 @@ def write_report(report: Report, directory: Path) -> None:
     for name in set(FIGURE_NAMES) - {figure.name for figure in figures}:
         (pictures / f"{name}.png").unlink(missing_ok=True)
     write(directory / "report.html", render_page(report, figures).encode())
+    write(directory / "report.md", render_markdown(report, figures).encode())
 
 
 def write(path: Path, content: bytes) -> None:

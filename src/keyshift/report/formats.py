@@ -37,10 +37,17 @@ def as_score(value: float) -> str:
     return f"{value:.2f}"
 
 
-def as_signed(value: float) -> str:
-    """Two decimals with a sign: +4.18, −0.64, and 0.00 without one where nothing is left of it."""
-    text = f"{value:+.2f}".replace("-", "−")
-    return text[1:] if text[1:] == "0.00" else text
+def as_signed(value: float, decimals: int = 2) -> str:
+    """With a sign: +4.18, −0.64, and 0.00 without one where nothing is left of it."""
+    text = f"{value:+.{decimals}f}".replace("-", "−")
+    return text if text.strip("+−0.") else text[1:]
+
+
+def as_ratio(value: float) -> str:
+    """Two decimals, fewer above 10, powers of ten where it is out of proportion."""
+    if not 0.005 <= value < 10_000:
+        return f"{value:.0e}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def as_moment(text: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
+from keyshift.report.paired import Difference, differences
 from keyshift.results import Report, RunResult, VariantResult
 
 Row = dict[str, Any]
@@ -18,13 +19,20 @@ def summary_rows(report: Report) -> list[Row]:
 
     ``final_loss``, ``final_accuracy`` and ``bits_per_byte`` are taken at the last evaluation of every
     *finished* run: mean, sample standard deviation (``None`` for one seed), min, max, number of seeds.
+    Where runs end at an accuracy (``until_accuracy``) their losses are from different steps: ``None``.
     ``steps_to_90`` and ``steps_to_99`` look at every run whose outcome is known (finished, diverged, or
     reached already): ``median`` counts a run that never got there as later than any step, hence ``None``
     means that at least half of the runs never did; ``min`` and ``max`` are over the ``reached`` ones.
     ``cache_ratio`` compares with the first unshifted GQA variant, from measured bytes where both have them.
+    ``scores`` are those of finished runs, by name. ``differences`` are the recipe's comparisons in which the
+    variant is what is compared (`Difference`), with pooled lines in the row of every variant that they cover.
     """
     reference = reference_variant(report)
-    return [_row(variant, reference) for variant in report.variants]
+    compared = differences(report)
+    rows = [_row(variant, reference, compared) for variant in report.variants]
+    if report.recipe.get("training", {}).get("until_accuracy") is not None:
+        rows = [{**row, "final_loss": None} for row in rows]
+    return rows
 
 
 def reference_variant(report: Report) -> VariantResult | None:
@@ -37,6 +45,12 @@ def reference_variant(report: Report) -> VariantResult | None:
     return next(plain, None)
 
 
+def score_names(variants: Iterable[VariantResult]) -> list[str]:
+    """The scores that finished runs have, in the order in which the task gives them."""
+    runs = (run for variant in variants for run in variant.runs if run.status == "finished")
+    return list(dict.fromkeys(name for run in runs for name in run.scores))
+
+
 def tally(
     runs: Iterable[RunResult],
     statuses: Sequence[str] = ("finished", "diverged", "failed", "interrupted", "pending"),
@@ -46,7 +60,7 @@ def tally(
     return ", ".join(f"{counts[status]} {status}" for status in statuses if counts[status])
 
 
-def _row(variant: VariantResult, reference: VariantResult | None) -> Row:
+def _row(variant: VariantResult, reference: VariantResult | None, compared: Sequence[Difference]) -> Row:
     finished = [run for run in variant.runs if run.status == "finished"]
     last = [run.curve[-1] for run in finished if run.curve]
     ratio, measured = _cache_ratio(variant, reference)
@@ -63,6 +77,10 @@ def _row(variant: VariantResult, reference: VariantResult | None) -> Row:
         "final_loss": _spread(point.loss for point in last),
         "final_accuracy": _spread(point.accuracy for point in last),
         "bits_per_byte": _spread(point.bits_per_byte for point in last),
+        "scores": {
+            name: _spread(run.scores.get(name) for run in finished) for name in score_names([variant])
+        },
+        "differences": [difference.as_json() for difference in compared if difference.concerns(variant)],
         "cache_bytes_per_token_predicted": variant.cache_bytes_per_token,
         "cache_bytes_per_token_measured": variant.cache_bytes_per_token_measured,
         "cache_ratio": ratio,

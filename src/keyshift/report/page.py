@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keyshift.report.cells import EMPTY, filled_columns
-from keyshift.report.figures.canvas import Picture, look_of
+from keyshift.report.figures.canvas import Picture, looks
 from keyshift.report.formats import as_moment
 from keyshift.report.heads import heads_of
 from keyshift.report.numbers import reference_variant, summary_rows
-from keyshift.report.sentences import diverged, sentences, unfinished
+from keyshift.report.paired import differences
+from keyshift.report.sentences import lost, lost_in_all, sentences, unfinished
+from keyshift.report.tables import difference_lines, how_compared, score_table
 from keyshift.report.template import fill
 from keyshift.results import Report, VariantResult
 
@@ -28,7 +30,7 @@ class ShiftTable(NamedTuple):
 
 def render_page(report: Report, pictures: Sequence[Picture]) -> str:
     """The whole page as text."""
-    rows = summary_rows(report)
+    rows, compared = summary_rows(report), differences(report)
     columns = [column for column in filled_columns(report.kind, rows) if column.title]
     reference = reference_variant(report)
     return fill(
@@ -37,17 +39,21 @@ def render_page(report: Report, pictures: Sequence[Picture]) -> str:
         variants=[
             {
                 "name": row["variant"],
-                "colour": look_of(index).colour,
+                "colour": look.colour,
                 "sentence": sentence,
                 "cells": [column.cell(row) for column in columns],
             }
-            for index, (row, sentence) in enumerate(zip(rows, sentences(report, rows), strict=True))
+            for row, look, sentence in zip(rows, looks(report), sentences(report, rows), strict=True)
         ],
         unfinished=unfinished(report),
-        diverged=diverged(report),
+        lost=lost(report),
+        lost_in_all=lost_in_all(report),
         groups=[(group, len(list(below))) for group, below in groupby(columns, lambda column: column.group)],
         columns=columns,
         reference=None if reference is None else reference.name,
+        differences=difference_lines(compared),
+        how_compared=how_compared(compared),
+        scores=score_table(report, rows),
         pictures=pictures,
         shift_tables=[table for variant in report.variants if (table := _shift_table(variant))],
         created=as_moment(report.created),

@@ -8,6 +8,9 @@ from keyshift.report.formats import as_loss, as_percent, as_range
 from keyshift.report.numbers import Row, reference_variant, tally
 from keyshift.results import Report
 
+LOST = ("diverged", "failed")
+"""How a run ends that gives no final values."""
+
 
 def sentences(report: Report, rows: Sequence[Row]) -> list[str]:
     """What was measured for each variant, to follow its name; they claim nothing else."""
@@ -23,15 +26,20 @@ def unfinished(report: Report) -> str:
     )
 
 
-def diverged(report: Report) -> list[str]:
-    """A line for every run that diverged."""
+def lost(report: Report) -> list[str]:
+    """A line for every run that diverged or failed."""
     return [
-        f"{variant.name}, seed {run.seed}: diverged after {run.steps:,} steps"
+        f"{variant.name}, seed {run.seed}: {run.status} after {run.steps:,} steps"
         + (f" ({run.message})" if run.message else "")
         for variant in report.variants
         for run in variant.runs
-        if run.status == "diverged"
+        if run.status in LOST
     ]
+
+
+def lost_in_all(report: Report) -> str:
+    """How many runs diverged and failed: "2 diverged, 1 failed"."""
+    return tally((run for variant in report.variants for run in variant.runs), LOST)
 
 
 def _sentence(row: Row, kind: str, reference: Row | None) -> str:

@@ -1,4 +1,4 @@
-"""The comparison in the terminal: a table, and below it what did not finish."""
+"""The comparison in the terminal: results, differences, and below them what did not finish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from keyshift.report.cells import filled_columns
 from keyshift.report.numbers import reference_variant, summary_rows
-from keyshift.report.sentences import diverged, unfinished
+from keyshift.report.paired import differences
+from keyshift.report.sentences import lost, unfinished
+from keyshift.report.tables import difference_lines
 from keyshift.results import Report
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(report: Report, console: Console) -> None:
-    """Print the comparison as a table that fits 80 columns, and below it what did not finish."""
+    """Print the comparison as tables that fit 80 columns, and below them what did not finish."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -32,12 +34,40 @@ def print_summary(report: Report, console: Console) -> None:
         table.add_row(Text(row["variant"]), *texts)
     console.print(table)
     console.print()
+    _print_differences(report, console)
     for remark in _remarks(report):
         console.print(Text(remark, style="yellow"))
 
 
+def _print_differences(report: Report, console: Console) -> None:
+    """Print the recipe's comparisons as a table of their own, if there are any."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = difference_lines(differences(report), short=True)
+    if not lines:
+        return
+    title = "Differences over pairs of equal seeds, with 95% intervals"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, title=title)
+    table.add_column("Compared", overflow="fold", min_width=16)
+    table.add_column("Difference", overflow="fold", min_width=14, justify="right")
+    table.add_column("95% interval", overflow="fold", min_width=10, justify="right")
+    table.add_column("Pairs", overflow="fold", min_width=5, justify="right")
+    for line in lines:
+        names = Text(f"{line.compared}, {line.measure}") if line.compared else Text()
+        if names and line.where:
+            table.add_row(names)
+        label = Text(f"  {line.where}") if line.where else names
+        if line.left_out:
+            label.append(f"\n  {line.left_out}", style="dim")
+        table.add_row(label, line.mean, line.interval, line.pairs)
+    console.print(table)
+    console.print()
+
+
 def _remarks(report: Report) -> list[str]:
-    remarks = diverged(report)
+    remarks = lost(report)
     if not report.complete:
         remarks.append(f"incomplete: {unfinished(report) or 'not every run has ended'}")
     reference = reference_variant(report)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keyshift.report.figures.canvas import (
+    MOST_LABELS,
     Label,
     Picture,
     label_right,
-    look_of,
+    looks,
     name_in_figure,
     render,
     wide_axes,
@@ -23,22 +24,24 @@ if TYPE_CHECKING:
 
 
 def draw_cache(report: Report) -> Picture | None:
-    """One point per variant whose cache was measured and whose final quality is known."""
+    """One point per variant whose cache was measured and whose final quality is known, if they can be told
+    apart."""
     task = report.kind == "task"
     noun, better, form = ("accuracy", "upper", as_percent) if task else ("loss", "lower", as_loss)
     final, size = f"final_{noun}", "cache_bytes_per_token_measured"
-    shown = [(i, r) for i, r in enumerate(summary_rows(report)) if r[size] is not None and r[final]]
-    if not shown:
+    everything = zip(looks(report), summary_rows(report), strict=True)
+    shown = [(look, row) for look, row in everything if row[size] is not None and row[final]]
+    if not 0 < len(shown) <= MOST_LABELS:
         return None
     labels = [
-        Label(name_in_figure(row["variant"]), look_of(index).colour, row[size], row[final]["mean"])
-        for index, row in shown
+        Label(name_in_figure(row["variant"]), look.colour, row[size], row[final]["mean"])
+        for look, row in shown
     ]
     figure, axes = wide_axes([label.text for label in labels])
-    for (index, row), (_, colour, x, y) in zip(shown, labels, strict=True):
+    for (look, row), (_, colour, x, y) in zip(shown, labels, strict=True):
         error = [[y - row[final]["min"]], [row[final]["max"] - y]]
         axes.errorbar(x, y, error, fmt="none", ecolor=colour, elinewidth=1, capsize=3)
-        axes.plot(x, y, look_of(index).marker, color=colour, markersize=7, markeredgecolor="white")
+        axes.plot(x, y, look.marker, color=colour, markersize=7, markeredgecolor="white")
     _set_axes(axes, report.kind, labels)
     label_right(axes, labels)
     listing = "; ".join(f"{label.text}: {label.x:,g} bytes, {form(label.y)}" for label in labels)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import math
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from keyshift.report.labels import own_name, own_names
+from keyshift.results import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +29,9 @@ FONT_SIZE = 9.0  # points
 SMALL = 7.5  # points
 LABEL_GAP = 13.0  # points between two labels
 LONGEST_NAME = 34  # characters of a name inside a figure
+MOST_PANELS = 12  # of a figure that can be read
+MOST_LABELS = 12  # in a margin, likewise
+TITLE_WIDTHS = (0, 80, 40, 26)  # characters of a panel's title, by columns of panels
 
 STYLE: dict[str, Any] = {
     "font.family": FONT,
@@ -90,6 +98,12 @@ def look_of(index: int) -> Look:
     return Look(COLOURS[index % len(COLOURS)], DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)])
 
 
+def looks(report: Report) -> list[Look]:
+    """How the report's variants are drawn; in a grid, those of the same name look the same."""
+    names = own_names(report)
+    return [look_of(names.index(own_name(variant))) for variant in report.variants]
+
+
 def render(figure: Figure, name: str, title: str, caption: str, alt: str) -> Picture:
     """The figure as a picture; the same figure gives the same bytes."""
     svg, png = io.BytesIO(), io.BytesIO()
@@ -98,11 +112,11 @@ def render(figure: Figure, name: str, title: str, caption: str, alt: str) -> Pic
     return Picture(name, title, caption, alt, svg.getvalue(), png.getvalue())
 
 
-def name_in_figure(name: str) -> str:
+def name_in_figure(name: str, longest: int = LONGEST_NAME) -> str:
     """``name`` with characters that the figures' font lacks replaced, and its middle cut when long."""
     shown = "".join(character if _drawable(character) else "?" for character in name)
-    half = LONGEST_NAME // 2
-    return shown if len(shown) <= LONGEST_NAME else f"{shown[:half]}…{shown[-half + 1 :]}"
+    half = longest // 2
+    return shown if len(shown) <= longest else f"{shown[:half]}…{shown[-half + 1 :]}"
 
 
 @cache
@@ -121,6 +135,79 @@ def wide_axes(names: Sequence[str]) -> tuple[Figure, Axes]:
     right = WIDTH - 0.4 - max(text_width(name) for name in names)
     figure.subplots_adjust(left=0.62 / WIDTH, right=right / WIDTH, bottom=0.5 / height, top=1 - 0.16 / height)
     return figure, figure.add_subplot()
+
+
+def panel_axes(
+    titles: Sequence[str], x_label: str, legend: Sequence[tuple[str, Look]] = ()
+) -> tuple[Figure, list[Axes]]:
+    """A panel per title, in rows of up to three, all with the same axes; below them what their lines are."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    count = len(titles)
+    columns = 2 if count in (2, 4) else min(count, 3)
+    rows = math.ceil(count / columns)
+    titles = [_wrapped(title, TITLE_WIDTHS[columns]) for title in titles]
+    above = 0.12 + 0.15 * max(title.count("\n") + 1 for title in titles)
+    entries = max(1, int(WIDTH / (max((text_width(name) for name, _ in legend), default=WIDTH) + 0.6)))
+    below = 0.52 + 0.2 * math.ceil(len(legend) / entries)
+    left, right, across = 0.62, 0.3, 0.34
+    wide = (WIDTH - left - right - (columns - 1) * across) / columns
+    high = 2.9 if count == 1 else 1.9 if columns == 2 else 1.45
+    height = rows * (high + above) + below
+    figure = Figure(figsize=(WIDTH, height))
+    panels: list[Axes] = []
+    for index, title in enumerate(titles):
+        row, column = divmod(index, columns)
+        x, y = left + column * (wide + across), height - (row + 1) * (high + above)
+        place = (x / WIDTH, y / height, wide / WIDTH, high / height)
+        first = panels[0] if panels else None
+        axes = figure.add_axes(place, label=str(index), sharex=first, sharey=first)
+        axes.tick_params(labelleft=column == 0, labelbottom=index + columns >= count)
+        axes.set_title(title, fontsize=FONT_SIZE, loc="left", pad=4)
+        panels.append(axes)
+    panels[0].xaxis.set_major_locator(MaxNLocator(8 if columns == 1 else 4))
+    figure.text((left + WIDTH - right) / 2 / WIDTH, (below - 0.42) / height, x_label, ha="center")
+    _add_legend(figure, legend, entries)
+    return figure, panels
+
+
+def _wrapped(title: str, width: int) -> str:
+    return "\n".join(textwrap.fill(line, width) for line in title.split("\n"))
+
+
+def _add_legend(figure: Figure, legend: Sequence[tuple[str, Look]], columns: int) -> None:
+    from matplotlib.lines import Line2D
+
+    if legend:
+        lines = [Line2D([], [], color=look.colour, linestyle=look.dash, linewidth=1.9) for _, look in legend]
+        figure.legend(
+            lines,
+            [name for name, _ in legend],
+            loc="lower center",
+            ncols=min(columns, len(legend)),
+            frameon=False,
+            borderaxespad=0.2,
+        )
+
+
+def mark_chance(panels: Sequence[Axes], level: Any) -> None:
+    """Draw the accuracy of guessing as a dotted line, and say so on the first panel."""
+    if not isinstance(level, int | float) or not 0 < level < 1:
+        return
+    for axes in panels:
+        axes.axhline(level, color=FAINT, linestyle=":", linewidth=1, zorder=1)
+    panels[0].annotate(
+        "guessing",
+        (1, level),
+        xycoords=("axes fraction", "data"),
+        xytext=(-3, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=SOFT,
+        fontsize=SMALL,
+    )
 
 
 def text_width(text: str) -> float:

@@ -2,107 +2,141 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from keyshift.recipe import described
 from keyshift.report.figures.canvas import (
-    FAINT,
-    SMALL,
-    SOFT,
+    LONGEST_NAME,
+    MOST_PANELS,
     Label,
     Look,
     Picture,
     label_right,
     look_of,
+    looks,
+    mark_chance,
     name_in_figure,
+    panel_axes,
     render,
     wide_axes,
 )
+from keyshift.report.figures.series import Track, aligned, track_of
 from keyshift.report.formats import as_loss, as_percent
+from keyshift.report.labels import own_name, own_names, place_of, places
 from keyshift.results import Report, RunResult, VariantResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Series = list[tuple[int, float]]
+
+MOST_BANDS = 6
+"""Of more variants in one frame the bands would hide each other, so only lines are drawn."""
+
+
+class Curves(NamedTuple):
+    """What is drawn of a variant; ``averaged`` are the runs that enter the mean."""
+
+    variant: VariantResult
+    look: Look
+    averaged: list[Track]
 
 
 def draw_curves(report: Report, field: Literal["accuracy", "loss"]) -> Picture | None:
-    """The curves of every variant that has some."""
-    shown = [(i, v, s) for i, v in enumerate(report.variants) if (s := _averaged(v.runs, field))]
-    if not shown:
+    """The curves of every variant that has some; of a grid, a panel for every place in it."""
+    everything = zip(report.variants, looks(report), strict=True)
+    shown = [Curves(v, look, tracks) for v, look in everything if (tracks := _averaged(v.runs, field))]
+    grid = places(report)
+    if not shown or len(grid) > MOST_PANELS:
         return None
-    names = [name_in_figure(variant.name) for _, variant, _ in shown]
-    figure, axes = wide_axes(names)
-    ends = []
-    for (index, variant, seeds), name in zip(shown, names, strict=True):
-        end = _draw_variant(axes, variant, seeds, look_of(index), field)
-        ends.append(Label(name, look_of(index).colour, *end))
-    axes.set_xlabel("Training steps")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    cropped = _set_limits(axes, report, field, [seeds for _, _, seeds in shown])
-    if field == "accuracy":
-        _mark_chance(axes, report.data.get("chance_level"))
-    label_right(axes, ends)
+    banded = len(own_names(report)) <= MOST_BANDS
+    draw = _draw_one if len(grid) == 1 else _draw_panels
+    figure, ends, cropped = draw(report, shown, field, banded)
     noun, form = ("accuracy", as_percent) if field == "accuracy" else ("loss (nats per token)", as_loss)
     listing = "; ".join(f"{label.text}: {form(label.y)} at step {label.x:,g}" for label in ends)
     return render(
         figure,
         field,
         f"Held-out {noun}",
-        _caption([variant for _, variant, _ in shown], cropped) + _guessing(report, field),
+        _caption(shown, banded, cropped) + _guessing(report, field),
         f"Line chart of held-out {noun} against training steps. Last values: {listing}.",
     )
 
 
-def _series(run: RunResult, field: str) -> Series:
-    points = ((point.step, getattr(point, field)) for point in run.curve)
-    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+def _draw_one(
+    report: Report, shown: Sequence[Curves], field: str, banded: bool
+) -> tuple[Figure, list[Label], bool]:
+    """All variants in one frame, with their names in the margin."""
+    names = [name_in_figure(curves.variant.name) for curves in shown]
+    figure, axes = wide_axes(names)
+    ends = [
+        _draw_variant(axes, curves, name, field, banded) for curves, name in zip(shown, names, strict=True)
+    ]
+    axes.set_xlabel("Training steps")
+    cropped = _set_limits(axes, report, field, shown)
+    if field == "accuracy":
+        mark_chance([axes], report.data.get("chance_level"))
+    label_right(axes, ends)
+    return figure, ends, cropped
 
 
-def _averaged(runs: Sequence[RunResult], field: str) -> list[Series]:
+def _draw_panels(
+    report: Report, shown: Sequence[Curves], field: str, banded: bool
+) -> tuple[Figure, list[Label], bool]:
+    """A panel for every place in the grid, and the variants' names below."""
+    grid = places(report)
+    legend = [(name_in_figure(name), look_of(index)) for index, name in enumerate(own_names(report))]
+    titles = [name_in_figure(described(place), 2 * LONGEST_NAME) for place in grid]
+    figure, panels = panel_axes(titles, "Training steps", legend)
+    ends = []
+    for curves in shown:
+        place = grid.index(place_of(curves.variant))
+        name = f"{name_in_figure(own_name(curves.variant))}, {titles[place]}"
+        ends.append(_draw_variant(panels[place], curves, name, field, banded))
+    cropped = _set_limits(panels[0], report, field, shown)
+    if field == "accuracy":
+        mark_chance(panels, report.data.get("chance_level"))
+    return figure, ends, cropped
+
+
+def _averaged(runs: Sequence[RunResult], field: str) -> list[Track]:
     """The seeds that enter the mean: the finished ones, or all of them as long as none has finished."""
-    finished = [series for run in runs if run.status == "finished" and (series := _series(run, field))]
-    return finished or [series for run in runs if (series := _series(run, field))]
+    finished = [track for run in runs if run.status == "finished" and (track := track_of(run, field))]
+    return finished or [track for run in runs if (track := track_of(run, field))]
 
 
-def _band(seeds: Sequence[Series]) -> list[tuple[int, float, float, float]]:
-    """(step, mean, min, max) at the steps that all ``seeds`` share."""
-    tables = [dict(series) for series in seeds]
-    shared = sorted(set.intersection(*map(set, tables)))
-    columns = [(step, [table[step] for table in tables]) for step in shared]
-    return [(step, fmean(values), min(values), max(values)) for step, values in columns]
-
-
-def _draw_variant(
-    axes: Axes, variant: VariantResult, seeds: Sequence[Series], look: Look, field: str
-) -> tuple[float, float]:
-    """Draw one variant and return where its line ends."""
-    for run in variant.runs:
-        series = _series(run, field)
-        if not series:
+def _draw_variant(axes: Axes, curves: Curves, name: str, field: str, banded: bool) -> Label:
+    """Draw one variant; its name, where its line ends."""
+    look = curves.look
+    for run in curves.variant.runs:
+        track = track_of(run, field)
+        if track is None:
             continue
-        steps, values = zip(*series, strict=True)
-        axes.plot(steps, values, color=look.colour, linewidth=0.7, alpha=0.4)
+        axes.plot(*zip(*track.values.items(), strict=True), color=look.colour, linewidth=0.7, alpha=0.4)
         if run.status == "diverged":
-            axes.plot(steps[-1], values[-1], "x", color=look.colour, markersize=6)
-    band = _band(seeds)
-    if not band:
-        return max(series[-1] for series in seeds)
-    steps, mean, low, high = zip(*band, strict=True)
-    axes.fill_between(steps, low, high, color=look.colour, alpha=0.16, linewidth=0)
+            axes.plot(track.last, track.values[track.last], "x", color=look.colour, markersize=6)
+    rows = aligned(curves.averaged)
+    if not rows:
+        longest = max(curves.averaged, key=lambda track: track.last)
+        return Label(name, look.colour, longest.last, longest.values[longest.last])
+    mean = [fmean(row) for row in rows.values()]
+    low, high = [min(row) for row in rows.values()], [max(row) for row in rows.values()]
+    steps = list(rows)
+    if banded:
+        axes.fill_between(steps, low, high, color=look.colour, alpha=0.16, linewidth=0)
     alone = look.marker if len(steps) == 1 else None  # a line through one point cannot be seen
     axes.plot(steps, mean, color=look.colour, linestyle=look.dash, linewidth=1.9, marker=alone, markersize=6)
-    return steps[-1], mean[-1]
+    return Label(name, look.colour, steps[-1], mean[-1])
 
 
-def _set_limits(axes: Axes, report: Report, field: str, shown: Sequence[Sequence[Series]]) -> bool:
+def _set_limits(axes: Axes, report: Report, field: str, shown: Sequence[Curves]) -> bool:
     """Set both axes from the averaged seeds only; True if the beginning of a curve lies above the axis."""
-    points = [point for seeds in shown for series in seeds for point in series]
+    points = [point for curves in shown for track in curves.averaged for point in track.values.items()]
     last = max(step for step, _ in points)
     axes.set_xlim(0, last or 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     if field == "accuracy":
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -116,31 +150,19 @@ def _set_limits(axes: Axes, report: Report, field: str, shown: Sequence[Sequence
     return any(value > top for _, value in points)
 
 
-def _mark_chance(axes: Axes, level: Any) -> None:
-    if isinstance(level, int | float) and 0 < level < 1:
-        axes.axhline(level, color=FAINT, linestyle=":", linewidth=1, zorder=1)
-        axes.annotate(
-            "guessing",
-            (1, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(-3, 2),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=SOFT,
-            fontsize=SMALL,
-        )
-
-
 def _guessing(report: Report, field: str) -> str:
     means = report.data.get("guessing")
     return f" Dotted: {means}." if field == "accuracy" and means else ""
 
 
-def _caption(variants: Sequence[VariantResult], cropped: bool) -> str:
-    text = "Thick line: mean over finished seeds; band: their minimum to maximum; thin lines: every seed."
+def _caption(shown: Sequence[Curves], banded: bool, cropped: bool) -> str:
+    variants = [curves.variant for curves in shown]
+    band = "; band: their minimum to maximum" if banded else ""
+    text = f"Thick line: mean over finished seeds{band}; thin lines: every seed."
     if all(len(variant.runs) == 1 for variant in variants):
         text = "One seed per variant, so these curves say nothing about the spread between seeds."
+    if any(len({track.last for track in curves.averaged if track.ended}) > 1 for curves in shown):
+        text += " A run that was done before others of its variant enters the mean with its last value."
     if any(run.status == "diverged" and run.curve for variant in variants for run in variant.runs):
         text += " A cross marks the last evaluation of a run that diverged, if it lies within the axes."
     if any(all(run.status != "finished" for run in variant.runs) for variant in variants):

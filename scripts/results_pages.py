@@ -1,0 +1,115 @@
+"""Pages of measured results: docs/results/NAME.json, a thinned report.json, as text and figures of NAME.md.
+
+    python scripts/results_pages.py                               write every page anew
+    python scripts/results_pages.py add RUN_FOLDER NAME [FIGURE …]   take over a report, then write its page
+
+Of a page only what stands between its markers is written; it is made if it is not there. Figures are those
+named, without names all that the report has. After that they are those whose images are there, so deleting an
+image leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from keyshift.report.figures import FIGURE_NAMES, Picture, draw_figures
+from keyshift.report.markdown import render_markdown
+from keyshift.results import Report
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+IMAGE_WIDTH = 720
+IMAGE_COLOURS = 64
+DIGITS = 5
+"""Significant digits of the numbers that are kept."""
+
+
+def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_subparsers(dest="command").add_parser("add")
+    add.add_argument("run_folder", type=Path)
+    add.add_argument("name")
+    add.add_argument("figures", nargs="*", help=f"among {', '.join(FIGURE_NAMES)}")
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        for kept in sorted(results.glob("*.json")):
+            write_page(kept, [figure for figure in FIGURE_NAMES if _image(kept, figure).exists()])
+        return
+    if unknown := set(given.figures) - set(FIGURE_NAMES):
+        parser.error(f"{min(unknown)!r} is no figure; choose among {', '.join(FIGURE_NAMES)}")
+    report = Report.model_validate_json((given.run_folder / "report.json").read_text())
+    results.mkdir(parents=True, exist_ok=True)
+    kept = results / f"{given.name}.json"
+    kept.write_text(thin(report).model_dump_json(exclude_defaults=True) + "\n")
+    write_page(kept, given.figures or FIGURE_NAMES)
+
+
+def thin(report: Report) -> Report:
+    """The report without training losses and speeds (machines are shared), its numbers with a few digits."""
+    content = _rounded(report.model_dump())
+    for variant in content["variants"]:
+        for run in variant["runs"]:
+            run.update(train_loss=[], train_tokens_per_second=None, decode_ms_per_token=None)
+            for each in run["shift_weights"]:
+                each["weights"] = [[round(weight, 3) for weight in head] for head in each["weights"]]
+    return Report.model_validate(content)
+
+
+def write_page(kept: Path, figures: Collection[str]) -> None:
+    """Write the page of a kept report, and the images of ``figures`` as far as it has them."""
+    report = Report.model_validate_json(kept.read_text())
+    pictures = [picture for picture in draw_figures(report) if picture.name in figures] if figures else []
+    for figure in FIGURE_NAMES:
+        _image(kept, figure).unlink(missing_ok=True)
+    for picture in pictures:
+        image = _image(kept, picture.name)
+        image.parent.mkdir(exist_ok=True)
+        image.write_bytes(small(picture))
+    page = kept.with_suffix(".md")
+    text = page.read_text() if page.exists() else ""
+    page.write_text(embedded(text, kept.stem, render_markdown(report, pictures, f"images/{kept.stem}-")))
+
+
+def embedded(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between the markers of ``name``, at its end if it has none."""
+    first, last = f"<!-- measured: {name} -->", "<!-- /measured -->"
+    block = f"{first}\n{text}{last}"
+    found = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.DOTALL)
+    if found.search(page):
+        return found.sub(lambda _: block, page)
+    return f"{page}\n{block}\n" if page else f"{block}\n"
+
+
+def small(picture: Picture) -> bytes:
+    """The picture as a PNG for a page: no wider than there is room, with few colours."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture.png)).convert("RGB")
+    size = (IMAGE_WIDTH, round(image.height * IMAGE_WIDTH / image.width))
+    reduced = image.resize(size, Image.Resampling.LANCZOS).quantize(IMAGE_COLOURS, dither=Image.Dither.NONE)
+    written = io.BytesIO()
+    reduced.save(written, "png", optimize=True)
+    return written.getvalue()
+
+
+def _image(kept: Path, figure: str) -> Path:
+    return kept.parent / "images" / f"{kept.stem}-{figure}.png"
+
+
+def _rounded(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_rounded(value) for value in content]
+    return float(f"{content:.{DIGITS}g}") if isinstance(content, float) else content
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Pages of measured results say what their JSON says; the script that writes them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import width_report
+
+from keyshift.report import write_report
+from keyshift.report.markdown import render_markdown
+from keyshift.results import Report, ShiftWeights
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = sorted((ROOT / "docs" / "results").glob("*.json"))
+LARGEST_JSON, LARGEST_IMAGE = 150_000, 60_000
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "results_pages.py"))
+
+
+def measured(page: Path) -> str:
+    """What stands between the markers of a page."""
+    pattern = f"<!-- measured: {page.stem} -->\\n(.*?)<!-- /measured -->"
+    (block,) = re.findall(pattern, page.read_text(), re.DOTALL)
+    return str(block)
+
+
+def check(kept: Path) -> None:
+    """The text is the JSON's, but for the figures, whose files are there and small."""
+    assert kept.stat().st_size < LARGEST_JSON
+    block = measured(kept.with_suffix(".md"))
+    text, _, figures = block.partition("\n## Figures\n")
+    report = Report.model_validate_json(kept.read_text())
+    assert text.rstrip() == render_markdown(report).rstrip()
+    for link in re.findall(r"^!\[.*\]\((.+)\)$", figures, re.MULTILINE):
+        assert link.startswith(f"images/{kept.stem}-")
+        assert 0 < (kept.parent / link).stat().st_size < LARGEST_IMAGE
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
+def test_page_says_what_its_json_says(kept: Path) -> None:
+    check(kept)
+
+
+def test_page_is_made_and_written_anew_between_its_markers(script: dict[str, Any], tmp_path: Path) -> None:
+    write_report(width_report(), tmp_path / "run")
+    results = tmp_path / "results"
+    script["main"](["add", str(tmp_path / "run"), "widths"], results)
+    kept, page = results / "widths.json", results / "widths.md"
+    check(kept)
+    whole = page.read_text()
+    (results / "images" / "widths-loss.png").unlink()
+    page.write_text(f"Before.\n\n{whole.replace('Results', 'Outdated')}\nAfter.\n")
+    script["main"]([], results)
+    check(kept)
+    text = page.read_text()
+    assert text.startswith("Before.\n\n<!-- measured")
+    assert text.endswith("<!-- /measured -->\n\nAfter.\n")
+    assert "widths-grid.png" in text
+    assert "widths-loss.png" not in text
+
+
+def test_figures_can_be_chosen(script: dict[str, Any], tmp_path: Path) -> None:
+    write_report(width_report(), tmp_path / "run")
+    script["main"](["add", str(tmp_path / "run"), "widths", "grid"], tmp_path)
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["widths-grid.png"]
+    with pytest.raises(SystemExit):
+        script["main"](["add", str(tmp_path / "run"), "widths", "gird"], tmp_path)
+
+
+def test_a_thinned_report_has_few_digits_and_the_same_shape(script: dict[str, Any]) -> None:
+    report = width_report()
+    run = report.variants[0].runs[0]
+    run.train_loss = [(1, 2.0)]
+    run.curve[-1].loss = 1.23456789
+    run.shift_weights = [ShiftWeights(layer=0, of="key", weights=[[0.123456, 0.876544]])]
+    thinned = script["thin"](report)
+    first = thinned.variants[0].runs[0]
+    assert first.train_loss == []
+    assert first.curve[-1].loss == 1.2346
+    assert first.shift_weights[0].weights == [[0.123, 0.877]]
+    assert [len(r.curve) for v in thinned.variants for r in v.runs] == [
+        len(r.curve) for v in report.variants for r in v.runs
+    ]
+    small = thinned.model_dump_json(exclude_defaults=True)
+    assert Report.model_validate_json(small) == thinned
