@@ -3,9 +3,9 @@
     python scripts/results_pages.py                               write every page anew
     python scripts/results_pages.py add RUN_FOLDER NAME [FIGURE …]   take over a report, then write its page
 
-Of a page only what stands between its markers is written; it is made if it is not there. Figures are those
-named, without names all that the report has. After that they are those whose images are there, so deleting an
-image leaves it out.
+Of a page only what stands between its markers is written; what was seen goes between title and measurement.
+A page is made if it is not there. Figures are those named, without names all that the report has. After that
+they are those whose images are there, so deleting an image leaves it out.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def write_page(kept: Path, figures: Collection[str]) -> None:
         image.parent.mkdir(exist_ok=True)
         image.write_bytes(small(picture))
     page = kept.with_suffix(".md")
-    text = page.read_text() if page.exists() else ""
-    page.write_text(embedded(text, kept.stem, render_markdown(report, pictures, f"images/{kept.stem}-")))
+    title, text = render_markdown(report, pictures, f"images/{kept.stem}-").split("\n\n", 1)
+    before = page.read_text() if page.exists() else f"{title}\n"
+    page.write_text(embedded(before, kept.stem, text))
 
 
 def embedded(page: str, name: str, text: str) -> str:
@@ -82,9 +83,7 @@ def embedded(page: str, name: str, text: str) -> str:
     first, last = f"<!-- measured: {name} -->", "<!-- /measured -->"
     block = f"{first}\n{text}{last}"
     found = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.DOTALL)
-    if found.search(page):
-        return found.sub(lambda _: block, page)
-    return f"{page}\n{block}\n" if page else f"{block}\n"
+    return found.sub(lambda _: block, page) if found.search(page) else f"{page}\n{block}\n"
 
 
 def small(picture: Picture) -> bytes:

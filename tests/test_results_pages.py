@@ -37,7 +37,9 @@ def check(kept: Path) -> None:
     block = measured(kept.with_suffix(".md"))
     text, _, figures = block.partition("\n## Figures\n")
     report = Report.model_validate_json(kept.read_text())
-    assert text.rstrip() == render_markdown(report).rstrip()
+    title, whole = render_markdown(report).split("\n\n", 1)
+    assert text.rstrip() == whole.rstrip()
+    assert kept.with_suffix(".md").read_text().count(f"{title}\n") == 1
     for link in re.findall(r"^!\[.*\]\((.+)\)$", figures, re.MULTILINE):
         assert link.startswith(f"images/{kept.stem}-")
         assert 0 < (kept.parent / link).stat().st_size < LARGEST_IMAGE
@@ -56,11 +58,13 @@ def test_page_is_made_and_written_anew_between_its_markers(script: dict[str, Any
     check(kept)
     whole = page.read_text()
     (results / "images" / "widths-loss.png").unlink()
-    page.write_text(f"Before.\n\n{whole.replace('Results', 'Outdated')}\nAfter.\n")
+    outdated = whole.replace("Results", "Outdated").replace("<!-- measured", "Before.\n\n<!-- measured")
+    page.write_text(f"{outdated}\nAfter.\n")
     script["main"]([], results)
     check(kept)
     text = page.read_text()
-    assert text.startswith("Before.\n\n<!-- measured")
+    assert text.startswith("# ")
+    assert "\n\nBefore.\n\n<!-- measured" in text
     assert text.endswith("<!-- /measured -->\n\nAfter.\n")
     assert "widths-grid.png" in text
     assert "widths-loss.png" not in text
