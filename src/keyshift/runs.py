@@ -24,7 +24,16 @@ from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.provenance import environment
 from keyshift.recipe import VARIANT, Recipe, Variant, build_task
 from keyshift.results import Point, RunResult, ShiftWeights
-from keyshift.training import BatchSource, MixedSource, Outcome, Progress, TaskSource, TextSource, train
+from keyshift.training import (
+    BatchSource,
+    MixedSource,
+    Outcome,
+    Progress,
+    TaskSource,
+    TextSource,
+    newest_checkpoint,
+    train,
+)
 
 SHIFTS: dict[str, Literal["query", "key", "value"]] = {
     "query_shift": "query",
@@ -173,8 +182,10 @@ def known(run: Run) -> RunResult:
 
 
 def failed(run: Run, message: str) -> RunResult:
-    """The result of a run that something went wrong with."""
-    return RunResult(seed=run.seed, status="failed", message=message)
+    """The result of a run that something went wrong with; its steps are those of its newest checkpoint."""
+    kept = newest_checkpoint(run.directory)
+    steps = 0 if kept is None else int(kept.name.rsplit("-", 1)[1])
+    return RunResult(seed=run.seed, status="failed", message=message, steps=steps)
 
 
 def attempt(
