@@ -26,11 +26,12 @@ compare: $(VENV)/.installed
 
 # Every experiment of the papers at one size; calling it again goes on.
 papers: $(VENV)/.installed $(CORPUS)
-	set -e; for file in recipes/papers/*.toml; do \
+	failed=; for file in recipes/papers/*.toml; do \
 	  name=papers/$$(basename $$file .toml); \
 	  text=$$(if grep -q '^\[data\]' $$file; then echo $(CORPUS)/prose; fi); \
-	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --out runs/$(SIZE)/$$name --resume; \
-	done
+	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --out runs/$(SIZE)/$$name --resume || \
+	    failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "with failed or diverged runs:$$failed"; exit 1; }
 
 papers-quick:
 	$(MAKE) papers SIZE=quick

@@ -173,6 +173,12 @@ def test_axes_make_every_combination_with_their_settings_on_top():
             {"comparisons": [{"of": "plain", "against": "shifted", "metrik": "loss"}]},
             "metrik is not known; did you mean 'metric'",
         ),
+        ({"axes": {"variant": {"x": {}}}}, "axes.variant is the table [variants]; use another name"),
+        ({"axes": {"width": {}}}, "axes.width has no labels"),
+        (
+            {"variants": {"a": {}, "a, b": {}}, "axes": {"x": {"b, c": {}, "c": {}}}},
+            "two combinations of labels are called 'a, b, c'",
+        ),
         ({"equal_parameters": "plian"}, "equal_parameters='plian' is not a variant; did you mean 'plain'"),
     ],
 )

@@ -32,7 +32,7 @@ def follow(console: Console, stop: Callable[[], bool]) -> Iterator[Hooks]:
 
     logging.disable_progress_bar()  # transformers draws one for every checkpoint
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rates]}"),
@@ -55,7 +55,7 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Show one bar at a time for work in stages: call with what is being done, how much of it is, and of how
     much."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),

@@ -128,8 +128,13 @@ class Recipe(Section):
         """
         axes = {VARIANT: self.variants, **self.axes}
         cells = itertools.product(*(labels.items() for labels in axes.values()))
-        made = (self._variant(dict(zip(axes, cell, strict=True))) for cell in cells)
-        return {variant.name: variant for variant in made}
+        grid: dict[str, Variant] = {}
+        for cell in cells:
+            variant = self._variant(dict(zip(axes, cell, strict=True)))
+            if variant.name in grid:
+                raise UserError(f"two combinations of labels are called {variant.name!r}; rename a label")
+            grid[variant.name] = variant
+        return grid
 
     def _variant(self, cell: dict[str, tuple[str, dict[str, Any]]]) -> Variant:
         labels = {axis: label for axis, (label, _) in cell.items()}
@@ -216,6 +221,11 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
         raise UserError(f"recipe {origin}: {_describe(error)}") from error
     if recipe.task is not None and recipe.data is not None and set(content["data"]) <= {"paths"}:
         raise UserError(f"recipe {origin} trains on a task and reads no text; leave out {recipe.data.paths}")
+    if VARIANT in recipe.axes:
+        raise UserError(f"recipe {origin}: axes.{VARIANT} is the table [variants]; use another name")
+    for axis, labels in recipe.axes.items():
+        if not labels:
+            raise UserError(f"recipe {origin}: axes.{axis} has no labels; add some or leave it out")
     for name, variant in recipe.grid().items():
         _check_sources(recipe, variant, origin)
         for field in variant.model:
