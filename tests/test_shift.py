@@ -127,6 +127,23 @@ def test_identity_changes_nothing_and_leaning_keeps_at_least_half() -> None:
     assert abs(float(first.mean()) - 0.75) < 0.01
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.shift != "none"], ids=str)
+@pytest.mark.parametrize("init", CHOICES["shift_init"])
+def test_at_equal_seeds_a_shift_leaves_every_other_weight_as_it_is_without_one(case: Case, init: str) -> None:
+    """So comparisons paired by seed start from the same model; and no two layers or roles draw alike."""
+    if init == "identity" and case.shift_weights == "gate":
+        pytest.skip("refused")
+    torch.manual_seed(0)
+    plain = KeyshiftForCausalLM(case.config(shift="none")).state_dict()
+    torch.manual_seed(0)
+    shifted = KeyshiftForCausalLM(case.config(shift_init=init)).state_dict()
+    for name, weight in plain.items():
+        assert torch.equal(shifted[name], weight), name
+    if init in ("uniform", "leaning"):
+        drawn = [tuple(shifted[name].flatten().tolist()) for name in shifted if name not in plain]
+        assert len(set(drawn)) == len(drawn)
+
+
 def test_spread_has_no_luck_in_it_and_fills_the_square_better_than_chance() -> None:
     """Over layers and heads (α1, β1) is as even as a lattice: star discrepancy against that of a draw."""
     layers, heads = 6, 4

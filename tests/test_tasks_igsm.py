@@ -299,6 +299,13 @@ def test_batches_are_pure_and_held_out_ones_are_others() -> None:
     assert not trained & held_out
 
 
+def test_naming_every_number_is_no_answer() -> None:
+    problem = read_problem(encode(PROBLEM))
+    every = [f"Define Tote's Ruler as e; so e = {number}." for number in range(23)]
+    assert grade(problem, [*encode(" ".join(every)), END]) == (False, False)
+    assert grade(problem, [*encode(" ".join([every[3], *every])), END]) == (True, False)
+
+
 def test_guessing_the_most_frequent_token_is_as_good_as_stated() -> None:
     task = IGSM()
     labels = task.batch(9, 0, 1000)["labels"]

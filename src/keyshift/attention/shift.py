@@ -41,8 +41,12 @@ class Shift(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, window - 1 if kind == "gate" else window))
 
     def initial_weight(self) -> Tensor:
-        """A fresh start [heads, W] (for a gate its logits [heads, W - 1]); random for ``uniform`` and
-        ``leaning``."""
+        """A fresh start [heads, W] (for a gate its logits [heads, W - 1]).
+
+        ``uniform`` and ``leaning`` are random, by a generator of their own: it starts from the global one's
+        state and leaves that as it was, so that a model with a shift draws all its other weights as the same
+        model without one does.
+        """
         first = self._initial_first()
         if self.kind == "gate":
             return torch.logit(first, eps=1e-4)
@@ -52,17 +56,24 @@ class Shift(nn.Module):
     def _initial_first(self) -> Tensor:
         """All mixing weights but the last, [heads, W - 1]; the last is 1 minus their sum."""
         heads, steps = self.weight.shape[0], self.window - 1
-        device = self.weight.device
         if self.init == "uniform":
-            return torch.rand(heads, steps, dtype=torch.float32, device=device)
+            return self._draws(heads, steps)
         if self.init == "spread":
-            return spread(self.layer_idx * heads, heads, self.role, steps).to(device)
-        first = torch.zeros(heads, steps, dtype=torch.float32, device=device)
+            return spread(self.layer_idx * heads, heads, self.role, steps)
+        first = torch.zeros(heads, steps)
         first[:, 0] = 1.0
         if self.init == "leaning":
-            first[:, 0] -= torch.rand(heads, dtype=torch.float32, device=device) / 2
+            first[:, :1] -= self._draws(heads, 1) / 2
             first[:, 1:2] = 1 - first[:, :1]
         return first
+
+    def _draws(self, *shape: int) -> Tensor:
+        """From U(0, 1), float32 on the CPU, other ones for every layer and role."""
+        with torch.random.fork_rng(devices=[]):
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(self.layer_idx + 1, len(ROLES), *shape, generator=generator, device="cpu")
+        return draws[self.layer_idx, ROLES.index(self.role)]
 
     def weights(self) -> Tensor:
         """The mixing weights [heads, W]; column m multiplies the token m places back."""

@@ -118,11 +118,9 @@ def grade(problem: Problem, solution: Sequence[int]) -> tuple[bool, bool]:
     complete = END in solution
     *sentences, rest = _split(solution[: solution.index(END)] if complete else solution, STOP)
     head, answer = [DEFINE, *problem.asked, AS], [IS, NUMBER + problem.value(problem.asked)]
-    lenient = False
-    for sentence in sentences:
-        *_, last = _split(sentence, SEMICOLON)
-        answers = sentence[:4] == head and last[-2:] == answer and last[:2] == [SO, *sentence[4:5]]
-        lenient = lenient or answers
+    asked = next((sentence for sentence in sentences if sentence[:4] == head), [])
+    *_, last = _split(asked, SEMICOLON)
+    lenient = last[-2:] == answer and last[:2] == [SO, *asked[4:5]]
     return lenient, complete and not rest and _Reader(problem).reads(sentences)
 
 

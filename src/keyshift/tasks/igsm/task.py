@@ -12,13 +12,11 @@ from keyshift.tasks.igsm.grading import grade, read_problem
 from keyshift.tasks.igsm.graph import MOST_INPUTS, Shape, draw_graphs
 from keyshift.tasks.igsm.vocabulary import END, LETTERS, NAMES, PAD, VOCABULARY
 from keyshift.tasks.igsm.wording import QUESTION_LENGTH, Slots, join, pack, write
-from keyshift.tasks.induction import IGNORED, SPLITS
+from keyshift.tasks.induction import EXAMINATION, IGNORED, SPLITS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXAMINATION = len(SPLITS)
-"""The split that `IGSM.examine` draws from, beside those of batches."""
 ROWS_AT_ONCE = 50
 
 
@@ -164,8 +162,9 @@ class IGSM:
     def examine(self, model: Any) -> dict[str, float]:
         """Shares of solutions, decoded greedily by ``model``, that pass; always on the same problems.
 
-        ``lenient`` (KV shifting paper, appendix I): some sentence computes the asked parameter and comes to
-        the right number, whatever else is said. ``strict``: every sentence is well-formed, computes its
+        ``lenient`` (KV shifting paper, appendix I): a sentence computes the asked parameter and comes to the
+        right number, whatever else is said; of several the first counts, so that naming all 23 numbers does
+        not help. ``strict``: every sentence is well-formed, computes its
         parameter from computed ones as the problem says, with all numbers right (the parser of Ye et al.
         checks as much), the last one is the asked parameter's, the end token follows, and only needed
         parameters are computed, each once (Ye et al. count unnecessary ones apart).
