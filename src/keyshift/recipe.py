@@ -188,7 +188,8 @@ def builtin_recipes() -> dict[str, Path]:
 def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None, size: str = SMALL) -> Recipe:
     """Read a recipe at one of its sizes and apply ``overrides`` (``{"training.steps": 100}``) on top.
 
-    ``small`` is the file as it is; ``[sizes.NAME]`` holds what is different at another size.
+    ``small`` is the file as it is; ``[sizes.NAME]`` holds what is different at another size. An axis that it
+    has replaces that axis, so that labels of one size need not be true of another.
 
     Raises:
         UserError: no such recipe or size, not TOML, unknown keys (with the nearest valid one), values of a
@@ -207,6 +208,8 @@ def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None, size
     sizes = {SMALL: {}, **content.pop("sizes", {})}
     if size not in sizes:
         raise UserError(f"size={size!r} is not known to recipe {name_or_path!r}; {nearest(size, sizes)}")
+    for axis in sizes[size].get("axes", {}):
+        content.get("axes", {}).pop(axis, None)
     _merge(content, sizes[size])
     for key, value in (overrides or {}).items():
         _set(content, key, value)
