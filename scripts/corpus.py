@@ -378,11 +378,11 @@ def write(source: Source, folder: Path) -> dict[str, str | int]:
             raise CorpusError(
                 f"{package} {version} holds no text where it is looked for; leave out {source.name}"
             )
-        licences = sorted(unpacked.glob(f"usr/share/doc/{package}/copyright"))
-        licences += sorted(unpacked.glob("*.dist-info/licenses/LICENSE"))
-        (folder / "licences").mkdir(exist_ok=True)
-        for licence in licences:
-            shutil.copyfile(licence, folder / "licences" / source.name)
+        licences = folder / "licences" / source.name
+        licences.mkdir(parents=True)
+        for pattern in (f"usr/share/doc/{package}/copyright", "*.dist-info/licenses/*"):
+            for licence in unpacked.glob(pattern):
+                shutil.copyfile(licence, licences / licence.name)
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
     path = folder / ("prose" if source.prose else "technical") / f"{source.name}.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -235,12 +235,12 @@ def test_build(tmp_path: Path, packages: Path) -> None:
     written = tree(folder)
     assert sorted(written) == [
         "SOURCES.json",
-        "licences/dogs",
-        "licences/foxes",
+        "licences/dogs/copyright",
+        "licences/foxes/copyright",
         "prose/foxes.jsonl",
         "technical/dogs.jsonl",
     ]
-    assert written["licences/foxes"] == b"licence of foxes-doc_1.2_all.deb\n"
+    assert written["licences/foxes/copyright"] == b"licence of foxes-doc_1.2_all.deb\n"
     fact, _ = json.loads(written["SOURCES.json"])
     documents = list(read_documents(find_files([folder / "prose"])))
     assert documents == [
@@ -366,7 +366,10 @@ def test_the_corpus(tmp_path: Path) -> None:
         file = tmp_path / "corpus" / fact["file"]
         assert fact["licence"]
         assert fact["version"]
-        assert (tmp_path / "corpus" / "licences" / fact["name"]).stat().st_size > 1000
+        assert all(
+            licence.stat().st_size > 1000
+            for licence in (tmp_path / "corpus" / "licences" / fact["name"]).iterdir()
+        )
         assert hashlib.sha256(file.read_bytes()).hexdigest() == fact["sha256"]
         documents = list(read_documents([file]))
         assert len(documents) == fact["documents"]

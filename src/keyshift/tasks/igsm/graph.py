@@ -219,36 +219,29 @@ def _complete(rng: np.random.Generator, tree: _Tree, shape: Shape) -> Graphs:
     nodes = solution + shape.distractors
     there = np.arange(solution) <= tree.last[:, None]
     extra = np.arange(shape.distractors) < rng.integers(shape.distractors, size=(rows, 1), endpoint=True)
+    present = np.concatenate((there, extra), axis=1)
     kind = np.concatenate((tree.kind, np.zeros_like(extra, np.int64)), axis=1)
     degree = rng.integers(1, shape.inputs, size=(rows, nodes), endpoint=True)
     degree[:, :solution] = tree.degree
     uses = np.zeros((rows, nodes, nodes), bool)
     uses[:, :solution, :solution] = tree.uses
-
-    allowed = np.tri(nodes, nodes, -1, dtype=bool) & np.concatenate((there, extra), axis=1)[:, None, :]
-    apart = rng.random((rows, shape.distractors, 1)) < 0.5  # depend on other distractors alone
-    allowed[:, solution:, :solution] &= ~apart
-    allowed = np.where((kind == INSTANCE)[:, :, None], allowed, uses)
+    allowed = _allowed_inputs(rng, present, kind, uses, solution)
     available = allowed.sum(2)
     degree = np.minimum(degree, available + (kind == INSTANCE))
     spare = degree > uses.sum(2)
     constant = (kind == INSTANCE) & spare & ((rng.random(kind.shape) < 0.5) | (degree > available))
     count = degree - constant
-
     inputs = _choose_inputs(rng, uses, allowed, count, kind != INSTANCE)
-
     scaled = constant & (count > 0) & (rng.random(kind.shape) < 0.5)
-    number = np.where(constant, rng.integers(scaled, MODULUS), -1)  # nothing is multiplied with 0
-    difference = (kind == INSTANCE) & (count == 2) & (rng.random(kind.shape) < 0.5)
     graphs = Graphs(
         operations=tree.operations,
         kind=kind,
-        present=np.concatenate((there, extra), axis=1),
+        present=present,
         inputs=inputs,
         inputs_count=count,
-        constant=number,
+        constant=np.where(constant, rng.integers(scaled, MODULUS), -1),  # nothing is multiplied with 0
         scaled=scaled,
-        difference=difference,
+        difference=(kind == INSTANCE) & (count == 2) & (rng.random(kind.shape) < 0.5),
         owner=np.pad(tree.owner, ((0, 0), (0, shape.distractors)), constant_values=-1),
         item=np.pad(tree.item, ((0, 0), (0, shape.distractors)), constant_values=-1),
         partial=np.zeros((rows, solution, MOST_INPUTS), np.int64),
@@ -257,6 +250,20 @@ def _complete(rng: np.random.Generator, tree: _Tree, shape: Shape) -> Graphs:
     _name_the_rest(rng, graphs, tree.taken, shape)
     _evaluate(graphs)
     return graphs
+
+
+def _allowed_inputs(
+    rng: np.random.Generator, present: np.ndarray, kind: np.ndarray, uses: np.ndarray, solution: int
+) -> np.ndarray:
+    """[B, M, M]: the nodes that a node may depend on; an abstract one depends on what it ``uses``.
+
+    Half of the distractors, those after the first ``solution`` nodes, depend on other distractors alone.
+    """
+    rows, nodes = present.shape
+    allowed = np.tri(nodes, nodes, -1, dtype=bool) & present[:, None, :]
+    apart = rng.random((rows, nodes - solution, 1)) < 0.5
+    allowed[:, solution:, :solution] &= ~apart
+    return np.where((kind == INSTANCE)[:, :, None], allowed, uses)
 
 
 def _choose_inputs(
