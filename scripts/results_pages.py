@@ -14,6 +14,7 @@ import argparse
 import io
 import re
 from collections.abc import Collection, Sequence
+from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from keyshift.results import Report
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 IMAGE_WIDTH = 720
-IMAGE_COLOURS = 64
+IMAGE_COLOURS = 256
+"""With fewer, the colours of small marks become those of their neighbours."""
 DIGITS = 5
-"""Significant digits of the numbers that are kept."""
+"""Significant digits of losses on the way; decimals of accuracies."""
 
 
 def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> None:
@@ -52,11 +54,16 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> Non
 
 
 def thin(report: Report) -> Report:
-    """The report without training losses and speeds (machines are shared), its numbers with a few digits."""
-    content = _rounded(report.model_dump())
+    """The report without training losses and speeds (machines are shared), and curves with few digits.
+
+    What tables are made of stays as it is: the last evaluation of every run, and which evaluation was the
+    first to reach an accuracy.
+    """
+    content = report.model_dump()
     for variant in content["variants"]:
         for run in variant["runs"]:
             run.update(train_loss=[], train_tokens_per_second=None, decode_ms_per_token=None)
+            run["curve"] = [*map(_rounded, run["curve"][:-1]), *run["curve"][-1:]]
             for each in run["shift_weights"]:
                 each["weights"] = [[round(weight, 3) for weight in head] for head in each["weights"]]
     return Report.model_validate(content)
@@ -102,12 +109,14 @@ def _image(kept: Path, figure: str) -> Path:
     return kept.parent / "images" / f"{kept.stem}-{figure}.png"
 
 
-def _rounded(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _rounded(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_rounded(value) for value in content]
-    return float(f"{content:.{DIGITS}g}") if isinstance(content, float) else content
+def _rounded(point: dict[str, Any]) -> dict[str, Any]:
+    """A point of a curve with few digits; its accuracy down, so that none that missed 99% comes to it."""
+    losses = {name: point[name] for name in ("loss", "bits_per_byte") if point[name] is not None}
+    few = {name: float(f"{value:.{DIGITS}g}") for name, value in losses.items()}
+    if point["accuracy"] is not None:
+        exact = Decimal(repr(point["accuracy"]))  # a product with a power of 10 could end below it
+        few["accuracy"] = float(exact.quantize(Decimal(1).scaleb(-DIGITS), ROUND_FLOOR))
+    return {**point, **few}
 
 
 if __name__ == "__main__":

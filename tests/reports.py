@@ -84,11 +84,15 @@ def at(step: int, accuracy: float, loss: float = 1.0) -> Point:
 
 
 def grid(kind: str, cells: dict[tuple[str, ...], list[RunResult]], axes: list[str], **fields: Any) -> Report:
-    """A comparison whose variants have labels on ``axes``; ``comparisons`` and ``paper`` are its recipe's."""
+    """A comparison whose variants have labels on ``axes``.
+
+    ``comparisons`` and ``paper`` are its recipe's, and ``recipe`` is what that has beside them.
+    """
     defaults = {"axis": "variant", "metric": "loss"}
     recipe = {
         "comparisons": [{**defaults, **each} for each in fields.pop("comparisons", [])],
         "paper": fields.pop("paper", None),
+        **fields.pop("recipe", {}),
     }
     variants = [
         variant(", ".join(labels), runs, labels=dict(zip(axes, labels, strict=True)))
@@ -100,6 +104,37 @@ def grid(kind: str, cells: dict[tuple[str, ...], list[RunResult]], axes: list[st
 def ended(seed: int, loss: float, accuracy: float | None = None, **fields: Any) -> RunResult:
     """A finished run of which only the end is of interest."""
     return run(seed, [Point(step=10, tokens=10, loss=loss, accuracy=accuracy)], **fields)
+
+
+def divergence_report(*metrics: str) -> Report:
+    """Two variants on text at four learning rates: more runs blow up, or end above guessing, as it grows."""
+    cells = {}
+    for name, counts in {"vanilla": (0, 1, 3, 5), "KV shift": (0, 0, 2, 5)}.items():
+        for rate, lost in zip(("0.001", "0.01", "0.1", "1"), counts, strict=True):
+            losses = [9.0 + seed / 10 if seed < lost - 1 else 5.5 + seed / 10 for seed in range(5)]
+            runs = [ended(seed, loss) for seed, loss in enumerate(losses)]
+            cells[name, rate] = [*runs[:4], run(4, [], status="diverged", steps=30)] if lost else runs
+    asked = [{"of": "KV shift", "against": "vanilla", "metric": metric} for metric in metrics]
+    axes = ["variant", "learning rate"]
+    return grid("text", cells, axes, comparisons=asked, data={"vocab_size": 2048})
+
+
+def steps_report() -> Report:
+    """Steps to 99% over the width: some runs never get there, one diverged and one failed on the way."""
+    reached: dict[str, list[tuple[int | None, ...]]] = {
+        "2 layers": [(None,) * 5, (None, None, 700, 750, None), (450, 400, 500, None, 425)],
+        "1 layer + KV shift": [(None,) * 5, (300, 200, 250, None, 225), (150, 175, 200, 150, 125)],
+    }
+    cells = {
+        (name, width): [learner(seed, step) for seed, step in enumerate(row)]
+        for name, rows in reached.items()
+        for width, row in zip(("8", "16", "32"), rows, strict=True)
+    }
+    cells["2 layers", "32"][0] = learner(0, None, steps=300, status="diverged")
+    cells["1 layer + KV shift", "16"][4] = learner(4, None, steps=300, status="failed")
+    asked = [{"of": "1 layer + KV shift", "against": "2 layers", "metric": "steps_to_99"}]
+    axes, recipe = ["variant", "hidden size"], {"training": {"steps": 1000}}
+    return grid("task", cells, axes, comparisons=asked, recipe=recipe, complete=False)
 
 
 def learner(seed: int, reached: int | None, steps: int = 1000, **fields: Any) -> RunResult:

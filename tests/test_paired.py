@@ -5,14 +5,34 @@ from __future__ import annotations
 import io
 import json
 import math
+import tomllib
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
-from reports import ended, grid, learner, run, score_report, width_report
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reports import (
+    at,
+    divergence_report,
+    ended,
+    grid,
+    learner,
+    run,
+    score_report,
+    steps_report,
+    variant,
+    width_report,
+)
 from rich.console import Console
 from scipy import stats
 
+from keyshift.recipe import build_task, builtin_recipes, load_recipe
 from keyshift.report import print_summary, summary_rows
+from keyshift.report.labels import settings_of
+from keyshift.report.markdown import render_markdown
+from keyshift.report.outcomes import final_value
 from keyshift.report.paired import Difference, differences, interval
 from keyshift.report.tables import difference_lines, where
 from keyshift.results import Report, RunResult
@@ -74,7 +94,7 @@ def test_pooled_seeds_count_once() -> None:
     means = [((a - b) + (b - 0.5 - a)) / 2 for a, b in zip(FIRST, SECOND, strict=True)]
     assert pooled.pooled
     assert (pooled.mean, pooled.pairs, pooled.cells) == (pytest.approx(np.mean(means)), 4, 2)
-    assert pooled.high - pooled.low == pytest.approx(0, abs=1e-12)  # per seed the cells cancel
+    assert (pooled.low, pooled.high) == (None, None)  # per seed the cells cancel
 
 
 def test_another_axis_is_compared_within_each_variant() -> None:
@@ -143,6 +163,163 @@ def test_the_closed_end_of_bounds_holds_for_the_ratio_itself() -> None:
         assert np.mean([low is not None and low <= 1 for low in lows]) > 0.95
 
 
+# --- runs that end early
+
+
+def test_settings_of_a_report_are_those_of_its_recipe() -> None:
+    for name, path in builtin_recipes().items():
+        content = tomllib.loads(path.read_text())
+        text = {"data.paths": ["text"]} if "data" in content else {}
+        for size in ("small", *content.get("sizes", {})):
+            recipe = load_recipe(name, text, size)
+            found = grid("task", {}, [], recipe=recipe.model_dump(mode="json"))
+            for cell in recipe.grid().values():
+                made = variant(cell.name, [], labels=cell.labels)
+                assert settings_of(found, made, "training") == cell.training.model_dump()
+                assert settings_of(found, made, "task") == (cell.task or {})
+
+
+def stopped_at(tops: Iterable[float]) -> Report:
+    """Runs that end above 99%, at these accuracies, and others that stay at a half; pairs of all kinds."""
+    ends = iter(tops)
+
+    def runs(kinds: str) -> list[RunResult]:
+        return [
+            run(seed, [at(25, 0.3), at(50, next(ends) if kind == "s" else 0.5)])
+            for seed, kind in enumerate(kinds)
+        ]
+
+    kinds = {("shift", "8"): "sss", ("shift", "16"): "s..", ("plain", "8"): "s..", ("plain", "16"): "sss"}
+    return grid(
+        "task",
+        {labels: runs(kind) for labels, kind in kinds.items()},
+        ["variant", "width"],
+        comparisons=[{**COMPARED, "metric": "accuracy"}],
+        recipe={"training": {"until_accuracy": 0.99}},
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.99, 1), min_size=8, max_size=8))
+def test_how_far_above_its_end_a_run_came_does_not_count(tops: list[float]) -> None:
+    found, exact = stopped_at(tops), stopped_at([0.99] * 8)
+    assert differences(found) == differences(exact)
+    assert summary_rows(found) == summary_rows(exact)
+    assert render_markdown(found) == render_markdown(exact)
+    assert render_markdown(found).count("Runs end at 99% and count as 99%.") == 2
+
+
+def test_without_an_end_accuracies_count_as_they_are() -> None:
+    found = stopped_at([0.991, 0.995, 1.0, 0.999, 0.992, 0.993, 0.994, 0.998])
+    recipe = {**found.recipe, "training": {"until_accuracy": None}}
+    free = found.model_copy(update={"recipe": recipe})
+    assert summary_rows(free)[0]["final_accuracy"]["max"] == 1.0
+    assert "Runs end" not in render_markdown(free)
+
+
+# --- runs that diverge
+
+
+@given(st.integers(1, 999))
+def test_when_a_run_diverged_makes_no_difference_to_its_steps(step: int) -> None:
+    blown = [learner(seed, None, steps=step * seed // 2, status="diverged") for seed in (1, 2)]
+    fast = [learner(seed, 100) for seed in (1, 2)]
+    recipe = {"training": {"steps": 700}, "variants": {"shift": {"training": {"steps": 1000}}, "plain": {}}}
+    asked = [{**COMPARED, "metric": "steps_to_99"}]
+    for name, bound, ratio in (("shift", "at most", 0.1), ("plain", "at least", 7)):
+        cells = {("shift",): fast, ("plain",): fast, (name,): blown}
+        (found,) = differences(grid("task", cells, ["variant"], comparisons=asked, recipe=recipe))
+        assert (found.bound, found.mean) == (bound, pytest.approx(ratio))
+
+
+LN_64 = math.log(64)
+
+
+@pytest.mark.parametrize(
+    ("made", "share"),
+    [
+        (ended(0, LN_64), 0.0),
+        (ended(0, math.nextafter(LN_64, 9)), 1.0),
+        (ended(0, math.nan), 1.0),
+        (ended(0, math.inf), 1.0),
+        (run(0, [], status="diverged"), 1.0),
+        (ended(0, 0.1, status="diverged"), 1.0),
+        (ended(0, 9.0, status="failed"), None),
+        (ended(0, 9.0, status="interrupted"), None),
+        (run(0, [], status="pending"), None),
+        (run(0, []), None),
+    ],
+)
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data": {"vocab_size": 64}, "recipe": {"task": {"name": "induction", "vocab_size": 512}}},
+        {"data": {}, "recipe": {"task": {"name": "induction", "vocab_size": 64}}},
+        {
+            "data": {},
+            "recipe": {"task": {"name": "induction"}, "variants": {"a": {"task": {"vocab_size": 64}}}},
+        },
+    ],
+)
+def test_a_run_diverged_if_it_ends_worse_than_guessing(
+    made: RunResult, share: float | None, facts: dict[str, Any]
+) -> None:
+    asked = {"of": "b", "against": "a", "metric": "diverged"}
+    cells = {("a",): [made], ("b",): [ended(0, 0.1)]}
+    found = grid("task", cells, ["variant"], comparisons=[asked], **facts)
+    assert final_value(found, found.variants[0], made, "diverged") == share
+    (compared,) = differences(found)
+    if share is None:
+        reason = "not measured" if made.status == "finished" else made.status
+        assert (compared.pairs, compared.left_out) == (0, {reason: 1})
+    else:
+        assert (compared.pairs, compared.mean) == (1, -share)
+
+
+def test_a_task_of_its_own_vocabulary_has_its_guessing() -> None:
+    words = build_task({"name": "igsm"}).vocab_size
+    runs = [ended(seed, math.log(words) + sign * 1e-9) for seed, sign in enumerate((-1, 1))]
+    found = grid("task", {("a",): runs}, ["variant"], recipe={"task": {"name": "igsm"}}, data={})
+    assert [final_value(found, found.variants[0], each, "diverged") for each in runs] == [0.0, 1.0]
+
+
+def test_runs_that_diverged_are_counted_with_an_interval_of_their_share() -> None:
+    rows = summary_rows(divergence_report("diverged"))
+    assert [(row["diverged"]["runs"], row["diverged"]["of"]) for row in rows] == [
+        *((0, 5), (1, 5), (3, 5), (5, 5)),
+        *((0, 5), (0, 5), (2, 5), (5, 5)),
+    ]
+    low, high = wilson(3, 5)
+    assert (rows[2]["diverged"]["low"], rows[2]["diverged"]["high"]) == pytest.approx((low, high))
+    text = render_markdown(divergence_report("diverged", "loss"))
+    assert "| 0/5 (0–43%) |" in text
+    assert "runs that diverged" in text
+    assert all(row["diverged"] is None for row in summary_rows(divergence_report("loss")))
+    assert "Diverged" not in render_markdown(divergence_report("loss"))
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Where the normal approximation's test of a share stops refusing it."""
+    z, share = stats.norm.ppf(0.975), count / total
+    middle, reach = (
+        share + z**2 / (2 * total),
+        z * math.sqrt((share * (1 - share) + z**2 / (4 * total)) / total),
+    )
+    return (middle - reach) / (1 + z**2 / total), (middle + reach) / (1 + z**2 / total)
+
+
+def test_pairs_that_are_all_equal_have_no_interval_in_any_metric() -> None:
+    none, some, *_ = differences(divergence_report("diverged"))
+    assert (none.pairs, none.mean, none.low, none.high) == (5, 0, None, None)
+    assert some.low is not None
+    same = [two(losses(FIRST), losses(FIRST), metric) for metric in ("loss", "accuracy")]
+    for found in (*same, steps([100, 100], [400, 400]), steps([100, 100], [None, None])):
+        assert (found.pairs > 1, found.low, found.high) == (True, None, None)
+        assert found.agree
+    assert "Where all pairs are equal there is no interval." in render_markdown(divergence_report("diverged"))
+    assert "all pairs are equal" not in render_markdown(steps_report())
+
+
 # --- what is missing
 
 
@@ -158,7 +335,7 @@ def test_unfinished_runs_are_left_out_and_counted(status: str) -> None:
 
 def test_a_run_that_diverged_never_gets_there_and_one_that_failed_might_have() -> None:
     of = [learner(0, 100), learner(1, 100)]
-    diverged = learner(0, None, steps=500, status="diverged")
+    diverged = learner(0, None, steps=500, status="diverged")  # no recipe says that more were planned
     failed = learner(1, None, steps=500, status="failed")
     found = two(of, [diverged, failed], "steps_to_99")
     assert (found.mean, found.bound, found.left_out) == (pytest.approx(5), "at least", {"failed": 1})

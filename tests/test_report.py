@@ -18,7 +18,19 @@ import pytest
 from browser import chromium_fixture, console_errors, prefer, requested_urls, resize  # noqa: F401
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from reports import at, fall, report, rise, run, score_report, shift_weights, variant, width_report
+from reports import (
+    at,
+    divergence_report,
+    fall,
+    report,
+    rise,
+    run,
+    score_report,
+    shift_weights,
+    steps_report,
+    variant,
+    width_report,
+)
 from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -127,6 +139,8 @@ SHOWN = {
     "text": text_report(),
     "widths": width_report(),
     "scores": score_report(),
+    "divergence": divergence_report("loss", "diverged"),
+    "steps": steps_report(),
     **PARTIAL,
 }
 
@@ -442,7 +456,7 @@ def test_page_shows_scores(chromium: webdriver.Chrome, tmp_path: Path) -> None:
     assert "97.5%" in table
 
 
-@pytest.mark.parametrize("kind", ["task", "text", "widths", "scores", "odd names", "pending"])
+@pytest.mark.parametrize("kind", ["task", "text", "widths", "scores", "divergence", "odd names", "pending"])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_page_never_scrolls_sideways(
     chromium: webdriver.Chrome, tmp_path: Path, kind: str, width: int

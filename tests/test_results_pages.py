@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import width_report
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from reports import divergence_report, grid, run, score_report, width_report
 
 from keyshift.report import write_report
 from keyshift.report.markdown import render_markdown
-from keyshift.results import Report, ShiftWeights
+from keyshift.report.paired import differences
+from keyshift.results import Point, Report, ShiftWeights
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = sorted((ROOT / "docs" / "results").glob("*.json"))
@@ -80,17 +84,69 @@ def test_figures_can_be_chosen(script: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_thinned_report_has_few_digits_and_the_same_shape(script: dict[str, Any]) -> None:
     report = width_report()
-    run = report.variants[0].runs[0]
-    run.train_loss = [(1, 2.0)]
-    run.curve[-1].loss = 1.23456789
-    run.shift_weights = [ShiftWeights(layer=0, of="key", weights=[[0.123456, 0.876544]])]
+    whole = report.variants[0].runs[0]
+    whole.train_loss = [(1, 2.0)]
+    whole.curve[0].loss = whole.curve[-1].loss = 1.23456789
+    whole.curve[0].accuracy = 0.98999999
+    whole.shift_weights = [ShiftWeights(layer=0, of="key", weights=[[0.123456, 0.876544]])]
     thinned = script["thin"](report)
     first = thinned.variants[0].runs[0]
     assert first.train_loss == []
-    assert first.curve[-1].loss == 1.2346
+    assert (first.curve[0].loss, first.curve[0].accuracy) == (1.2346, 0.98999)
+    assert first.curve[-1] == whole.curve[-1]
     assert first.shift_weights[0].weights == [[0.123, 0.877]]
     assert [len(r.curve) for v in thinned.variants for r in v.runs] == [
         len(r.curve) for v in report.variants for r in v.runs
     ]
     small = thinned.model_dump_json(exclude_defaults=True)
     assert Report.model_validate_json(small) == thinned
+
+
+NEAR = st.sampled_from([0.9, 0.99]).flatmap(
+    lambda level: st.one_of(
+        st.floats(level - 2e-5, level + 2e-5),
+        st.integers(-3, 3).map(lambda steps: level + steps * math.ulp(level)),
+        st.sampled_from([level - 4e-6, level - 5e-6, level - 6e-6]),
+    )
+)
+ACCURACIES = st.lists(st.one_of(NEAR, st.floats(0, 1)), min_size=1, max_size=5)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([[0.989996, 0.5]] * 4, [1.0, 2.0], 0.99)
+@given(
+    st.lists(ACCURACIES, min_size=4, max_size=4),
+    st.lists(st.floats(0.01, 20), min_size=2, max_size=5),
+    st.sampled_from([None, 0.9, 0.99]),
+)
+def test_tables_of_a_thinned_report_are_those_of_the_whole_one(
+    script: dict[str, Any], accuracies: list[list[float]], losses: list[float], until: float | None
+) -> None:
+    """Whichever side of a threshold an accuracy or a loss is on, it stays there."""
+    losses = [*losses, math.log(64), math.nextafter(math.log(64), 9)]
+    curves = [
+        [
+            Point(step=25 * i, tokens=i, loss=losses[(i + n) % len(losses)], accuracy=accuracy)
+            for i, accuracy in enumerate(curve, 1)
+        ]
+        for n, curve in enumerate(accuracies)
+    ]
+    cells = {(name,): [run(s, curves[2 * i + s]) for s in range(2)] for i, name in enumerate(("a", "b"))}
+    metrics = ("accuracy", "loss", "steps_to_99", "diverged")
+    asked = [{"of": "a", "against": "b", "metric": metric} for metric in metrics]
+    recipe = {"training": {"until_accuracy": until, "steps": 200}}
+    report = grid("task", cells, ["variant"], comparisons=asked, recipe=recipe, data={"vocab_size": 64})
+    thinned = script["thin"](report)
+    assert differences(thinned) == differences(report)
+    assert render_markdown(thinned) == render_markdown(report)
+    for level in (0.9, 0.99):
+        assert [r.steps_to(level) for v in thinned.variants for r in v.runs] == [
+            r.steps_to(level) for v in report.variants for r in v.runs
+        ]
+
+
+@pytest.mark.parametrize("report", [width_report(), score_report(), divergence_report("loss", "diverged")])
+def test_the_text_of_a_thinned_report_is_that_of_the_whole_one(
+    script: dict[str, Any], report: Report
+) -> None:
+    assert render_markdown(script["thin"](report)) == render_markdown(report)

@@ -54,6 +54,7 @@ def _columns(kind: str) -> list[Column]:
         Column("", "", "Params", lambda row: _number(row["parameters"], as_compact)),
         Column("", "Seeds", "", _seeds),
         Column("", "", "Seeds", lambda row: Cell(_seeds(row).text)),
+        Column("", "Diverged", "Div.", _diverged),
         *(task if kind == "task" else text),
         Column(cached, "Predicted", "", lambda row: _number(row["cache_bytes_per_token_predicted"], _bytes)),
         Column(cached, "Measured", "", lambda row: _number(row["cache_bytes_per_token_measured"], _bytes)),
@@ -91,6 +92,13 @@ def spread_cell(spread: Row | None, form: Callable[[float], str]) -> Cell:
 def _seeds(row: Row) -> Cell:
     others = [part for part in row["status"].split(", ") if not part.endswith("finished")]
     return Cell(f"{row['seeds_finished']}/{row['seeds_total']}", "\n".join(others))
+
+
+def _diverged(row: Row) -> Cell:
+    counts = row["diverged"]
+    if counts is None:
+        return Cell()
+    return Cell(f"{counts['runs']}/{counts['of']}", f"{100 * counts['low']:.0f}–{100 * counts['high']:.0f}%")
 
 
 def _parameters(row: Row) -> Cell:

@@ -1,6 +1,8 @@
-"""The labels of a recipe's grid, as a report has them: who shares which."""
+"""The labels of a recipe's grid, as a report has them: who shares which, and what they set."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from keyshift.recipe import VARIANT
 from keyshift.results import Report, VariantResult
@@ -27,4 +29,17 @@ def places(report: Report) -> list[dict[str, str]]:
     for variant in report.variants:
         if place_of(variant) not in found:
             found.append(place_of(variant))
+    return found
+
+
+def settings_of(report: Report, variant: VariantResult, table: str) -> dict[str, Any]:
+    """The recipe's ``table``, with what the variant's labels change in it.
+
+    It is read here and not with `keyshift.recipe.Recipe`, since a report may be older than what that accepts.
+    """
+    recipe = report.recipe
+    axes = {VARIANT: recipe.get("variants", {}), **recipe.get("axes", {})}
+    found = dict(recipe.get(table) or {})
+    for axis, label in variant.labels.items():
+        found.update(axes.get(axis, {}).get(label, {}).get(table, {}))
     return found

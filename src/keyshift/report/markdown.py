@@ -10,7 +10,7 @@ from keyshift.report.figures.canvas import Picture
 from keyshift.report.numbers import reference_variant, summary_rows
 from keyshift.report.paired import differences
 from keyshift.report.sentences import lost, unfinished
-from keyshift.report.tables import difference_lines, how_compared, score_table
+from keyshift.report.tables import difference_lines, how_compared, results_remark, score_table
 from keyshift.results import Report
 
 
@@ -69,7 +69,8 @@ def _results(report: Report) -> list[str]:
     note = "Mean ± sample standard deviation over finished seeds; of steps and speeds the median"
     reference = reference_variant(report)
     ratio = "" if reference is None else f". Ratio: cache relative to {escaped(reference.name)}"
-    return ["## Results", _table(["variant", *titles], lines), f"{note}{ratio}."]
+    note = " ".join(filter(None, (f"{note}{ratio}.", escaped(results_remark(report, rows)))))
+    return ["## Results", _table(["variant", *titles], lines), note]
 
 
 def _differences(report: Report) -> list[str]:
@@ -81,7 +82,7 @@ def _differences(report: Report) -> list[str]:
     kept = [place for place in range(len(titles)) if any(line[place] for line in lines)]
     chosen = [[line[place] for place in kept] for line in lines]
     table = _table([titles[place] for place in kept], chosen, words=3 if 2 in kept else 2)
-    return ["## Differences", table, how_compared(found)]
+    return ["## Differences", table, how_compared(report, found)]
 
 
 def _scores(report: Report) -> list[str]:

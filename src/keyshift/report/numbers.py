@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
-from keyshift.report.paired import Difference, differences
+from keyshift.report.outcomes import DIVERGED, ceiling, final_value
+from keyshift.report.paired import Difference, contrasts, differences
 from keyshift.results import Report, RunResult, VariantResult
 
 Row = dict[str, Any]
@@ -19,20 +20,20 @@ def summary_rows(report: Report) -> list[Row]:
 
     ``final_loss``, ``final_accuracy`` and ``bits_per_byte`` are taken at the last evaluation of every
     *finished* run: mean, sample standard deviation (``None`` for one seed), min, max, number of seeds.
-    Where runs end at an accuracy (``until_accuracy``) their losses are from different steps: ``None``.
+    Where runs end at an accuracy (``until_accuracy``), one above it counts as it, and their losses are from
+    different steps: ``None``.
     ``steps_to_90`` and ``steps_to_99`` look at every run whose outcome is known (finished, diverged, or
     reached already): ``median`` counts a run that never got there as later than any step, hence ``None``
     means that at least half of the runs never did; ``min`` and ``max`` are over the ``reached`` ones.
     ``cache_ratio`` compares with the first unshifted GQA variant, from measured bytes where both have them.
-    ``scores`` are those of finished runs, by name. ``differences`` are the recipe's comparisons in which the
-    variant is what is compared (`Difference`), with pooled lines in the row of every variant that they cover.
+    ``scores`` are those of finished runs, by name. ``diverged`` is how many runs did, with Wilson's 95%
+    interval of their share, if a comparison of the recipe is of that. ``differences`` are the recipe's
+    comparisons in which the variant is what is compared (`Difference`), with pooled lines in the row of every
+    variant that they cover.
     """
     reference = reference_variant(report)
     compared = differences(report)
-    rows = [_row(variant, reference, compared) for variant in report.variants]
-    if report.recipe.get("training", {}).get("until_accuracy") is not None:
-        rows = [{**row, "final_loss": None} for row in rows]
-    return rows
+    return [_row(report, variant, reference, compared) for variant in report.variants]
 
 
 def reference_variant(report: Report) -> VariantResult | None:
@@ -60,9 +61,12 @@ def tally(
     return ", ".join(f"{counts[status]} {status}" for status in statuses if counts[status])
 
 
-def _row(variant: VariantResult, reference: VariantResult | None, compared: Sequence[Difference]) -> Row:
+def _row(
+    report: Report, variant: VariantResult, reference: VariantResult | None, compared: Sequence[Difference]
+) -> Row:
     finished = [run for run in variant.runs if run.status == "finished"]
     last = [run.curve[-1] for run in finished if run.curve]
+    most = ceiling(report, "accuracy")
     ratio, measured = _cache_ratio(variant, reference)
     statuses = {run.status for run in variant.runs}
     return {
@@ -74,9 +78,10 @@ def _row(variant: VariantResult, reference: VariantResult | None, compared: Sequ
         "steps": max((run.steps for run in finished), default=None),
         "steps_to_90": _steps_to(variant.runs, 0.90),
         "steps_to_99": _steps_to(variant.runs, 0.99),
-        "final_loss": _spread(point.loss for point in last),
-        "final_accuracy": _spread(point.accuracy for point in last),
+        "final_loss": None if math.isfinite(most) else _spread(point.loss for point in last),
+        "final_accuracy": _spread(final_value(report, variant, run, "accuracy") for run in finished),
         "bits_per_byte": _spread(point.bits_per_byte for point in last),
+        "diverged": _diverged(report, variant),
         "scores": {
             name: _spread(run.scores.get(name) for run in finished) for name in score_names([variant])
         },
@@ -102,6 +107,22 @@ def _cache_ratio(variant: VariantResult, reference: VariantResult | None) -> tup
     if not reference.cache_bytes_per_token:
         return None, False
     return variant.cache_bytes_per_token / reference.cache_bytes_per_token, False
+
+
+def _diverged(report: Report, variant: VariantResult) -> Row | None:
+    """How many runs diverged of those whose end is known; None if there are none, or no comparison asks."""
+    if all(contrast.metric != DIVERGED for contrast in contrasts(report)):
+        return None
+    known = [
+        value for run in variant.runs if (value := final_value(report, variant, run, DIVERGED)) is not None
+    ]
+    if not known:
+        return None
+    from scipy.stats import binomtest
+
+    count = round(sum(known))
+    low, high = binomtest(count, len(known)).proportion_ci(method="wilson")
+    return {"runs": count, "of": len(known), "low": float(low), "high": float(high)}
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:

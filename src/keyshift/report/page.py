@@ -15,7 +15,7 @@ from keyshift.report.heads import heads_of
 from keyshift.report.numbers import reference_variant, summary_rows
 from keyshift.report.paired import differences
 from keyshift.report.sentences import lost, lost_in_all, sentences, unfinished
-from keyshift.report.tables import difference_lines, how_compared, score_table
+from keyshift.report.tables import difference_lines, how_compared, results_remark, score_table
 from keyshift.report.template import fill
 from keyshift.results import Report, VariantResult
 
@@ -50,9 +50,10 @@ def render_page(report: Report, pictures: Sequence[Picture]) -> str:
         lost_in_all=lost_in_all(report),
         groups=[(group, len(list(below))) for group, below in groupby(columns, lambda column: column.group)],
         columns=columns,
+        results_remark=results_remark(report, rows),
         reference=None if reference is None else reference.name,
         differences=difference_lines(compared),
-        how_compared=how_compared(compared),
+        how_compared=how_compared(report, compared),
         scores=score_table(report, rows),
         pictures=pictures,
         shift_tables=[table for variant in report.variants if (table := _shift_table(variant))],

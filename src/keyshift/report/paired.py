@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from keyshift.report.outcomes import STEPS, Steps, final_value, steps_to_99
 from keyshift.results import Report, RunResult, VariantResult
 
-STEPS = "steps_to_99"
-"""The metric that is compared as a ratio."""
+EQUAL = 1e-12
+"""Pairs that differ by less differ by rounding."""
 
 AT_LEAST, AT_MOST, EITHER = "at least", "at most", "bounds in both directions"
 
@@ -63,10 +64,12 @@ class Difference:
         cells_compared: all cells that the contrast has; above 1 for a pooled line.
         pairs: seeds that the mean is over.
         mean: None if there are no pairs, or bounds in both directions.
-        low: lower end of the 95% interval; None for a single pair, and where the mean is an upper bound.
-        high: upper end; None for a single pair, and where the mean is a lower bound.
+        low: lower end of the 95% interval; None for a single pair, for pairs that are all equal, and where
+            the mean is an upper bound.
+        high: upper end; None for such pairs, and where the mean is a lower bound.
         bound: "at least" if in some pair ``against`` never reached the accuracy, so that its number of steps
-            stands in; "at most" if ``of`` did not; "bounds in both directions"; otherwise "".
+            stands in (if it diverged: those that were planned); "at most" if ``of`` did not; "bounds in both
+            directions"; otherwise "".
         left_out: how many seeds have no pair, by reason.
     """
 
@@ -86,6 +89,11 @@ class Difference:
         """Whether the line is over several cells."""
         return self.cells_compared > 1
 
+    @property
+    def agree(self) -> bool:
+        """Whether there are several pairs and all are equal, which gives no interval."""
+        return self.pairs > 1 and self.mean is not None and self.low is None and self.high is None
+
     def concerns(self, variant: VariantResult) -> bool:
         """Whether ``variant`` is what is compared here, or one of several."""
         return {self.contrast.axis: self.contrast.of, **self.where}.items() <= variant.labels.items()
@@ -99,11 +107,10 @@ def differences(report: Report) -> list[Difference]:
     """Every comparison of the recipe: cell by cell, and where several cells have pairs, pooled."""
     found = []
     for contrast in contrasts(report):
-        measure = _measure_of(contrast.metric)
         cells = cells_of(report, contrast)
         tables = []
         for cell in cells:
-            pairs, left_out = paired(cell, measure)
+            pairs, left_out = paired(cell, _measure_of(report, contrast, cell))
             tables.append(pairs)
             found.append(_difference(contrast, cell.where, 1, 1, pairs, left_out))
         filled = [pairs for pairs in tables if pairs]
@@ -161,43 +168,42 @@ def interval(values: Sequence[float]) -> tuple[float, float | None, float | None
     return mean, mean - reach, mean + reach
 
 
-def final_value(run: RunResult, metric: str) -> float | None:
-    """Loss or accuracy at the last evaluation of a finished run, or one of its scores."""
-    if run.status != "finished":
-        return None
-    if metric in ("loss", "accuracy"):
-        value = getattr(run.curve[-1], metric) if run.curve else None
-    else:
-        value = run.scores.get(metric)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _measure_of(metric: str) -> Callable[[RunResult, RunResult], Pair | str]:
-    """How two runs are compared in ``metric``."""
+def _measure_of(
+    report: Report, contrast: Contrast, cell: Cell
+) -> Callable[[RunResult, RunResult], Pair | str]:
+    """How two runs of a cell are compared: a pair, or why there is none."""
 
     def gap(of: RunResult, against: RunResult) -> Pair | str:
-        mine, theirs = final_value(of, metric), final_value(against, metric)
+        mine = final_value(report, cell.of, of, contrast.metric)
+        theirs = final_value(report, cell.against, against, contrast.metric)
         if mine is not None and theirs is not None:
             return Pair(mine - theirs)
-        lost = next((run.status for run in (of, against) if run.status != "finished"), None)
-        return lost or "not measured"
+        without = (run.status for run, value in ((of, mine), (against, theirs)) if value is None)
+        return next((status for status in without if status != "finished"), "not measured")
 
-    return _step_ratio if metric == STEPS else gap
+    def ratio(of: RunResult, against: RunResult) -> Pair | str:
+        mine, theirs = steps_to_99(report, cell.of, of), steps_to_99(report, cell.against, against)
+        return _step_ratio(mine or of.status, theirs or against.status)
+
+    return ratio if contrast.metric == STEPS else gap
 
 
-def _step_ratio(of: RunResult, against: RunResult) -> Pair | str:
-    """The logarithm of how many times fewer steps ``of`` took to 99%, or the bound that is known of it."""
-    mine, theirs = of.steps_to(0.99), against.steps_to(0.99)
-    if mine is None and theirs is None:
+def _step_ratio(mine: Steps | str, theirs: Steps | str) -> Pair | str:
+    """The logarithm of how many times fewer steps the first took to 99%, or the bound that is known of it.
+
+    A run of which nothing is known is its status.
+    """
+    known = [steps for steps in (mine, theirs) if isinstance(steps, Steps)]
+    if not any(steps.reached for steps in known):
         return "neither reached 99%"
-    late = next((run for run, steps in ((of, mine), (against, theirs)) if steps is None), None)
-    if late is not None and late.status not in ("finished", "diverged"):
-        return late.status
-    bound = "" if late is None else AT_LEAST if late is against else AT_MOST
-    taken, others = of.steps if mine is None else mine, against.steps if theirs is None else theirs
-    if not taken or not others:
+    if isinstance(mine, str):
+        return mine
+    if isinstance(theirs, str):
+        return theirs
+    if not mine.number or not theirs.number:
         return "no steps taken"
-    return Pair(math.log(others / taken), bound)
+    bound = AT_MOST if not mine.reached else "" if theirs.reached else AT_LEAST
+    return Pair(math.log(theirs.number / mine.number), bound)
 
 
 def _joint_bound(pairs: Iterable[Pair]) -> str:
@@ -219,12 +225,16 @@ def _difference(
     A mean of lower bounds is below the mean of what they bound, so the lower end of its interval holds for
     that too and the upper end does not; upper bounds the other way round. Bounds are skewed, so that end may
     miss in up to 5 of 100 cases where it would miss in 2.5 otherwise (by simulation with 3 to 10 seeds).
+    Pairs that are all equal, as where no run diverged or all of them ended at the same accuracy, would have
+    an interval without width; that a few seeds agree does not tell so much, so they have none.
     """
     bound = _joint_bound(pairs.values())
     mean, low, high = None, None, None
     if pairs and bound != EITHER:
-        mean, low, high = interval([pair.value for pair in pairs.values()])
-        low, high = None if bound == AT_MOST else low, None if bound == AT_LEAST else high
+        values = [pair.value for pair in pairs.values()]
+        mean, low, high = interval(values)
+        equal = max(values) - min(values) < EQUAL
+        low, high = None if equal or bound == AT_MOST else low, None if equal or bound == AT_LEAST else high
     if contrast.metric == STEPS:
         mean, low, high = (None if value is None else math.exp(value) for value in (mean, low, high))
     return Difference(

@@ -10,11 +10,18 @@ from keyshift.recipe import described
 from keyshift.report.cells import EMPTY, Cell, spread_cell
 from keyshift.report.formats import as_percent, as_ratio, as_signed
 from keyshift.report.numbers import Row, score_names
-from keyshift.report.paired import STEPS, Contrast, Difference
+from keyshift.report.outcomes import DIVERGED, STEPS, ceiling_remark
+from keyshift.report.paired import Contrast, Difference
 from keyshift.results import Report
 
 MOST_CELLS = 6
 """Of a contrast with more cells a short table shows the pooled line alone."""
+
+
+DIVERGENCE = (
+    "the loss or a weight became NaN or infinite, or the last held-out loss is above that of uniform guessing"
+)
+"""When a run counts as diverged."""
 
 
 class DifferenceLine(NamedTuple):
@@ -56,7 +63,8 @@ def compared(contrast: Contrast) -> str:
 
 def measure(metric: str) -> str:
     """What is compared, in words."""
-    return {"loss": "loss", "accuracy": "accuracy", STEPS: "steps to 99%"}.get(metric, f"score {metric}")
+    names = {"loss": "loss", "accuracy": "accuracy", STEPS: "steps to 99%", DIVERGED: "runs that diverged"}
+    return names.get(metric, f"score {metric}")
 
 
 def where(difference: Difference) -> str:
@@ -103,19 +111,29 @@ def score_table(report: Report, rows: Sequence[Row]) -> ScoreTable | None:
     return ScoreTable(names, lines)
 
 
-def how_compared(found: Sequence[Difference]) -> str:
+def results_remark(report: Report, rows: Sequence[Row]) -> str:
+    """How the numbers of the results table count runs, as far as it has them."""
+    remarks = [ceiling_remark(report)] if any(row["final_accuracy"] for row in rows) else []
+    if any(row["diverged"] for row in rows):
+        remarks.append(f"Diverged: {DIVERGENCE}; with Wilson's 95% interval of the share.")
+    return " ".join(filter(None, remarks))
+
+
+def how_compared(report: Report, found: Sequence[Difference]) -> str:
     """How the differences of a table were computed, as far as it has them."""
-    return " ".join(_explanations(found))
+    return " ".join(filter(None, _explanations(report, found)))
 
 
-def _explanations(found: Sequence[Difference]) -> Iterator[str]:
+def _explanations(report: Report, found: Sequence[Difference]) -> Iterator[str]:
     metrics = {difference.contrast.metric for difference in found}
     yield (
         "Each line compares runs of equal seeds: the mean over seeds with its 95% t interval, one line at a "
         "time, with no correction for the number of lines."
     )
-    if metrics - {STEPS}:
+    if metrics - {STEPS, DIVERGED}:
         yield "Loss, accuracy and scores: the first minus the second, at the end of training."
+    if "accuracy" in metrics:
+        yield ceiling_remark(report)
     if STEPS in metrics:
         yield (
             "Steps to 99%: how many times fewer steps the first takes (steps of the second divided by those "
@@ -123,9 +141,14 @@ def _explanations(found: Sequence[Difference]) -> Iterator[str]:
         )
     if any(difference.bound for difference in found):
         yield (
-            "Where one side never reached 99%, the number of steps that it was trained stands in, so that "
-            "the ratio is a bound and one end of its interval is open; pairs where neither did are left out."
+            "Where one side never reached 99%, the number of steps that it was trained (if it diverged: that "
+            "were planned) stands in, so that the ratio is a bound and one end of its interval is open; "
+            "pairs where neither did are left out."
         )
+    if DIVERGED in metrics:
+        yield f"Runs that diverged: their share in the first minus that in the second; {DIVERGENCE}."
+    if any(difference.pairs > 1 and difference.agree for difference in found):
+        yield "Where all pairs are equal there is no interval."
     if any(difference.pooled for difference in found):
         yield "Pooled: per seed the mean over cells, then over seeds; a seed is one observation."
 

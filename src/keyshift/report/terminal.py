@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keyshift.report.cells import filled_columns
-from keyshift.report.numbers import reference_variant, summary_rows
+from keyshift.report.numbers import Row, reference_variant, summary_rows
 from keyshift.report.paired import differences
 from keyshift.report.sentences import lost, unfinished
-from keyshift.report.tables import difference_lines
+from keyshift.report.tables import difference_lines, results_remark
 from keyshift.results import Report
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def print_summary(report: Report, console: Console) -> None:
     console.print(table)
     console.print()
     _print_differences(report, console)
-    for remark in _remarks(report):
+    for remark in _remarks(report, rows):
         console.print(Text(remark, style="yellow"))
 
 
@@ -66,11 +67,13 @@ def _print_differences(report: Report, console: Console) -> None:
     console.print()
 
 
-def _remarks(report: Report) -> list[str]:
+def _remarks(report: Report, rows: Sequence[Row]) -> list[str]:
     remarks = lost(report)
     if not report.complete:
         remarks.append(f"incomplete: {unfinished(report) or 'not every run has ended'}")
     reference = reference_variant(report)
     if reference is not None:
         remarks.append(f"Ratio: cache relative to {reference.name}")
+    if counted := results_remark(report, rows):
+        remarks.append(counted)
     return remarks

@@ -17,6 +17,7 @@ from keyshift.report.figures.canvas import (
 )
 from keyshift.report.formats import as_compact, as_loss, as_percent
 from keyshift.report.numbers import summary_rows
+from keyshift.report.outcomes import ceiling_remark
 from keyshift.results import Report
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def draw_cache(report: Report) -> Picture | None:
         "cache",
         f"Cache against final {noun}",
         f"Final held-out {noun} (mean over finished seeds; whiskers: minimum to maximum) against allocated "
-        f"cache bytes per token, all layers, one sequence. Better is to the {better} left.",
+        f"cache bytes per token, all layers, one sequence. Better is to the {better} left. "
+        f"{ceiling_remark(report, noun)}".rstrip(),
         f"Scatter plot of cache bytes per token against final held-out {noun}. {listing}.",
     )
 

@@ -17,6 +17,7 @@ from keyshift.report.figures.canvas import (
     render,
 )
 from keyshift.report.figures.series import Track, aligned, track_of
+from keyshift.report.outcomes import ceiling, ceiling_remark
 from keyshift.report.paired import Cell, Contrast, cells_of, contrasts, interval
 from keyshift.report.tables import compared, difference_text
 from keyshift.results import Report
@@ -57,7 +58,7 @@ def draw_paired(report: Report, field: Literal["accuracy", "loss"]) -> Picture |
         f"The first minus the second at equal seeds: {'above' if field == 'accuracy' else 'below'} zero the "
         "first is better. Thick line: mean over seeds; thin lines: every seed; band: 95% t interval at each "
         "step by itself, where there are two seeds or more. Parts may lie outside the axes. A run that was "
-        "done early counts with its last value.",
+        f"done early counts with its last value. {ceiling_remark(report, field)}".rstrip(),
         f"Line charts of the difference in held-out {field} against training steps. Last means: {listing}.",
     )
 
@@ -69,7 +70,7 @@ def _panels(report: Report, field: str) -> list[Panel]:
     panels = []
     few = sum(map(len, cells.values())) <= MOST_CELLS
     for contrast, own in cells.items():
-        tables = [_tracks(cell, field) for cell in own]
+        tables = [_tracks(cell, field, ceiling(report, field)) for cell in own]
         if few or len(own) == 1:
             wheres = [described(cell.where) for cell in own]
             panels += [Panel(contrast, where, [*t.values()]) for where, t in zip(wheres, tables, strict=True)]
@@ -86,10 +87,10 @@ def _drawn(contrast: Contrast, report: Report, field: str) -> Contrast | None:
     return contrast._replace(metric=field) if field == "loss" and report.kind == "text" else None
 
 
-def _tracks(cell: Cell, field: str) -> dict[int, Track]:
-    """Differences over training for every seed of which both runs finished."""
+def _tracks(cell: Cell, field: str, most: float) -> dict[int, Track]:
+    """Differences for every seed of which both runs finished; no value counts as more than ``most``."""
     mine, theirs = (
-        {run.seed: track_of(run, field) for run in variant.runs if run.status == "finished"}
+        {run.seed: track_of(run, field, most) for run in variant.runs if run.status == "finished"}
         for variant in (cell.of, cell.against)
     )
     found = {}

@@ -28,10 +28,10 @@ class Track:
         return self.values.get(step)
 
 
-def track_of(run: RunResult, field: str) -> Track | None:
-    """The finite values of ``field`` over a run's evaluations; None if there are none."""
+def track_of(run: RunResult, field: str, most: float = math.inf) -> Track | None:
+    """The finite values of ``field`` at a run's evaluations, none above ``most``; None without any."""
     points = ((point.step, getattr(point, field)) for point in run.curve)
-    values = {step: value for step, value in points if value is not None and math.isfinite(value)}
+    values = {step: min(value, most) for step, value in points if value is not None and math.isfinite(value)}
     return Track(values, run.status == "finished") if values else None
 
 
