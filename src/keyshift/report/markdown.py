@@ -52,13 +52,13 @@ def _head(report: Report) -> list[str]:
 
 
 def _extent(report: Report) -> str:
-    """How many variants, seeds and steps."""
+    """How many variants, seeds and steps; when and on what."""
     seeds = max(len(variant.runs) for variant in report.variants)
     steps = max((run.steps for variant in report.variants for run in variant.runs), default=0)
     counts = ((len(report.variants), "variant"), (seeds, "seed"))
-    return (
-        " × ".join(f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in counts) + f", up to {steps:,} steps."
-    )
+    grid = " × ".join(f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in counts)
+    measured = ", ".join(f"{name} {escaped(value)}" for name, value in report.environment.items())
+    return f"{grid}, up to {steps:,} steps. {report.created[:10]}, {measured}."
 
 
 def _results(report: Report) -> list[str]:
