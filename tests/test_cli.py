@@ -167,6 +167,18 @@ def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
         (["compare", "induction", "--set", "steps"], "must look like"),
         (["compare", "induction", "--set", "model.num_key_value_heads=3"], "not divisible"),
         (["compare", "induction", "--steps", "0"], "training.steps=0"),
+        (
+            ["compare", "papers/learning-rates", "x.txt", "--set", "training.learning_rate=1e-3"],
+            'training.learning_rate=0.001 does not reach axes."learning rate"."0.001", which sets its own',
+        ),
+        (
+            ["compare", "papers/gva-sweep", "x.txt", "--set", "data.sequence_length=32"],
+            "data.sequence_length=32 does not reach axes.context.long",
+        ),
+        (
+            ["compare", "induction", "--steps", "5", "--set", 'variants."1-layer GQA".training=7'],
+            'variants."1-layer GQA".training=7 must be a table',
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, message):

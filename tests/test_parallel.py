@@ -120,13 +120,48 @@ def test_an_error_nobody_foresaw_is_reported_with_its_traceback(tmp_path, monkey
     assert "Traceback" in (run.directory / "error.txt").read_text()
 
 
-def test_a_worker_that_cannot_begin_is_an_error_and_leaves_a_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel, "SERVE", "raise SystemExit(3)")
-    with pytest.raises(RunError, match="a worker process ended with exit code 3 before it could train"):
+def test_workers_that_cannot_begin_are_an_error_that_says_why_and_leave_a_report(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(parallel, "SERVE", "print('a hint'); raise SystemExit('no room for torch\\n')")
+    with pytest.raises(RunError) as caught:
         compare(recipe(), tmp_path, jobs=2)
+    message = str(caught.value)
+    assert message.startswith("a worker process ended with exit code 1 before it could train")
+    assert "no room for torch" in message
+    assert "\n" not in message
+    assert capfd.readouterr().err.count("a hint") == 2 + parallel.EARLY_DEATHS
     report = Report.model_validate_json((tmp_path / "report.json").read_text())
     assert {run.status for variant in report.variants for run in variant.runs} == {"pending"}
     assert children() == []
+
+
+@pytest.mark.parametrize("deaths", [1, 1 + parallel.EARLY_DEATHS])
+def test_workers_killed_before_they_can_train_take_no_run_with_them(tmp_path, monkeypatch, deaths):
+    """One is replaced; after several in a row the others do the work."""
+    begin, begun_slots = parallel._Pool._begin, []
+
+    def killed_at_first(pool: parallel._Pool, slot: int) -> None:
+        begin(pool, slot)
+        begun_slots.append(slot)
+        if len(begun_slots) <= deaths:
+            pool.workers[-1].process.kill()
+
+    monkeypatch.setattr(parallel._Pool, "_begin", killed_at_first)
+    report = compare(recipe(seeds=1), tmp_path, jobs=2)
+    assert report.complete
+    assert len(begun_slots) == 2 + min(deaths, parallel.EARLY_DEATHS)
+    assert children() == []
+
+
+def test_what_a_worker_prints_goes_to_standard_error(tmp_path, monkeypatch, capfd):
+    """Before it can train, and later: standard output may be the table as JSON."""
+    chatty = "print('hello'); import atexit; atexit.register(print, 'goodbye'); "
+    monkeypatch.setattr(parallel, "SERVE", chatty + parallel.SERVE)
+    compare(recipe(seeds=1), tmp_path, jobs=2)
+    said = capfd.readouterr()
+    assert [said.err.count(word) for word in ("hello", "goodbye")] == [2, 2]
+    assert said.out == ""
 
 
 @pytest.mark.parametrize("jobs", [0, -1])

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,16 @@ class Hooks:
     finished: Callable[[Run, RunResult], None] = lambda run, result: None
 
 
+@dataclass(frozen=True)
+class _Way:
+    """Where and how runs are trained: the arguments of `compare` that say so."""
+
+    out: Path
+    resume: bool
+    jobs: int
+    cluster: Cluster | None
+
+
 def compare(
     recipe: Recipe,
     out: Path,
@@ -85,27 +95,14 @@ def compare(
         cluster.check(jobs, out / "jobs")
     with _claimed(out):
         _check_folder(recipe, out, resume)
-        text = _text(recipe, out, hooks)
-        sources = Sources(recipe, text)
+        sources = Sources(recipe, _text(recipe, out, hooks))
         runs = plan(recipe, sources, out)
         with written(out):
             write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
         results = {run: known(run) for run in runs}
         left = [run for run in runs if results[run].status not in DONE]
         hooks.planned(left)
-        facts = _facts(runs, sources, text)
-
-        def keep(run: Run, result: RunResult) -> None:
-            results[run] = result
-            hooks.finished(run, result)
-
-        try:
-            _execute_all(left, recipe, sources, out, resume, jobs, cluster, hooks, keep)
-        except BaseException:
-            with written(out):
-                write_report(_report(recipe, facts, results), out)
-            raise
-        report = _report(recipe, facts, results)
+        report = _trained(left, results, sources, _Way(out, resume, jobs, cluster), hooks)
         if not left:
             _keep_decode_times(report, out)
         elif cluster is None and not hooks.stop():
@@ -115,42 +112,51 @@ def compare(
     return report
 
 
-def _execute_all(
-    runs: list[Run],
-    recipe: Recipe,
-    sources: Sources,
-    out: Path,
-    resume: bool,
-    jobs: int,
-    cluster: Cluster | None,
-    hooks: Hooks,
-    keep: Callable[[Run, RunResult], None],
-) -> None:
-    """Train the runs: in this process one after the other, in ``jobs`` others, or on the cluster."""
-    text = None if sources.text is None else out / "data"
-    if cluster is not None:
+def _trained(
+    left: list[Run], results: dict[Run, RunResult], sources: Sources, way: _Way, hooks: Hooks
+) -> Report:
+    """Train what is left of the runs; the report on all of them, written already if something goes wrong."""
+    facts = _facts(list(results), sources)
+
+    def keep(run: Run, result: RunResult) -> None:
+        results[run] = result
+        hooks.finished(run, result)
+
+    try:
+        _execute_all(left, sources, way, replace(hooks, finished=keep))
+    except BaseException:
+        with written(way.out):
+            write_report(_report(sources.recipe, facts, results), way.out)
+        raise
+    return _report(sources.recipe, facts, results)
+
+
+def _execute_all(runs: list[Run], sources: Sources, way: _Way, hooks: Hooks) -> None:
+    """Train the runs: in this process one after the other, in several others, or on the cluster."""
+    text = None if sources.text is None else way.out / "data"
+    if way.cluster is not None:
         execute_on_cluster(
             runs,
-            recipe,
+            sources.recipe,
             text,
-            out / "jobs",
-            cluster,
-            resume=resume,
+            way.out / "jobs",
+            way.cluster,
+            resume=way.resume,
             stop=hooks.stop,
             on_progress=hooks.progress,
-            on_result=keep,
+            on_result=hooks.finished,
         )
         return
-    if jobs > 1:
+    if way.jobs > 1:
         execute_parallel(
             runs,
-            recipe,
+            sources.recipe,
             text,
-            jobs=jobs,
-            resume=resume,
+            jobs=way.jobs,
+            resume=way.resume,
             stop=hooks.stop,
             on_progress=hooks.progress,
-            on_result=keep,
+            on_result=hooks.finished,
         )
         return
     for run in runs:
@@ -158,7 +164,7 @@ def _execute_all(
             return
         told = partial(hooks.progress, run)
         source = sources.of(run.variant)
-        keep(run, execute(run, source, resume=resume, stop=hooks.stop, on_progress=told))
+        hooks.finished(run, execute(run, source, resume=way.resume, stop=hooks.stop, on_progress=told))
 
 
 @contextmanager
@@ -230,9 +236,9 @@ def _text(recipe: Recipe, out: Path, hooks: Hooks) -> TextData | None:
     )
 
 
-def _facts(runs: list[Run], sources: Sources, text: TextData | None) -> dict[str, Any]:
+def _facts(runs: list[Run], sources: Sources) -> dict[str, Any]:
     """What the report says of the data: of the text, and of the first variant's task."""
-    facts = {} if text is None else text.summary()
+    facts = {} if sources.text is None else sources.text.summary()
     source = sources.of(runs[0].variant)
     task = getattr(source, "task", None)
     if isinstance(task, TaskSource):

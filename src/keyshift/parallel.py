@@ -12,13 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -35,7 +37,10 @@ POLL = 0.2
 PATIENCE = 10.0
 """Seconds that a worker without work has to end by itself."""
 
-SERVE = "import sys; sys.path[:] = {path!r}; from keyshift.parallel import serve; serve({descriptor})"
+EARLY_DEATHS = 2
+"""Workers in a row that are replaced though they died before they could train, with no run ended between."""
+
+SERVE = "import sys; sys.path[:] = {path!r}; from keyshift.parallel import serve; serve({talk}, {screen})"
 
 READY = "ready"
 STOP = "stop"
@@ -43,12 +48,24 @@ STOP = "stop"
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process. ``run`` is what it trains: None while it starts, and once it has nothing to do."""
+    """A worker process. ``run`` is what it trains: None while it starts, and once it has nothing to do.
+
+    ``log`` holds what it prints while it starts, should that be the reason why it does not.
+    """
 
     slot: int
     process: subprocess.Popen[bytes]
     connection: Connection
+    log: IO[bytes]
     run: Run | None = None
+
+    def printed(self) -> str:
+        """What it printed while it started, passed on to where it would have gone."""
+        with self.log:
+            self.log.seek(0)
+            text = self.log.read().decode(errors="replace")
+        sys.stderr.write(text)
+        return text
 
 
 def execute_parallel(
@@ -64,14 +81,15 @@ def execute_parallel(
 ) -> None:
     """Train ``runs`` in up to ``jobs`` processes, each with its share of the cores.
 
-    A run that cannot go on, or whose worker is killed, has the status ``failed``; the others go on. Once
-    ``stop`` is true, running ones save a checkpoint and end; no more are begun. No worker outlives this call.
+    A run that cannot go on, or whose worker is killed, has the status ``failed``; the others go on. A worker
+    that dies before it can train is replaced, or after a few of them in a row done without. Once ``stop`` is
+    true, running ones save a checkpoint and end; no more are begun. No worker outlives this call.
 
     Args:
         text: the folder of the prepared text, if the recipe reads text.
 
     Raises:
-        RunError: a worker process ended before it could train anything.
+        RunError: no worker process is left and no more of them begin.
     """
     pool = _Pool(deque(runs), (recipe, text, resume), min(jobs, len(runs)), on_progress, on_result)
     try:
@@ -98,6 +116,7 @@ class _Pool:
         self.waiting, self.settings, self.size = waiting, settings, size
         self.on_progress, self.on_result = on_progress, on_result
         self.workers: list[_Worker] = []
+        self.early_deaths = 0
         self.stopping = False
 
     def start(self) -> None:
@@ -107,17 +126,20 @@ class _Pool:
     def _begin(self, slot: int) -> None:
         """A new worker, in a process group of its own: Ctrl-C in the terminal is the parent's to handle."""
         ours, theirs = Pipe()
-        with theirs:
-            code = SERVE.format(path=[str(each) for each in sys.path], descriptor=theirs.fileno())
+        log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
+        with theirs, os.fdopen(os.dup(2), "wb") as screen:
+            passed = {"talk": theirs.fileno(), "screen": screen.fileno()}
+            code = SERVE.format(path=[str(each) for each in sys.path], **passed)
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=_environment(slot, self.size),
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output may be the table as JSON
-                pass_fds=[theirs.fileno()],
+                stdout=log,
+                stderr=log,
+                pass_fds=list(passed.values()),
                 process_group=0,
             )
-        worker = _Worker(slot, process, ours)
+        worker = _Worker(slot, process, ours, log)
         self.workers.append(worker)
         with contextlib.suppress(OSError):  # it is dead already: listen() finds out
             ours.send(self.settings)
@@ -137,7 +159,10 @@ class _Pool:
                 continue
             if isinstance(message, RunResult):
                 assert worker.run is not None
+                self.early_deaths = 0
                 self.on_result(worker.run, message)
+            else:
+                worker.printed()
             self._next(worker)
 
     def _next(self, worker: _Worker) -> None:
@@ -153,11 +178,25 @@ class _Pool:
     def _died(self, worker: _Worker) -> None:
         how = _how(self._end(worker))
         if worker.run is None:
-            raise RunError(f"a worker process {how} before it could train; what it printed says why")
+            self._died_early(worker, how)
+            return
         message = f"its process {how}; --resume goes on from its newest checkpoint"
         self.on_result(worker.run, failed(worker.run, message))
         if self.waiting:
             self._begin(worker.slot)
+
+    def _died_early(self, worker: _Worker, how: str) -> None:
+        """Replace a worker that could not begin, unless others could not either: those that can go on."""
+        words = worker.printed().split("\n")
+        self.early_deaths += 1
+        if self.waiting and self.early_deaths <= EARLY_DEATHS:
+            self._begin(worker.slot)
+        elif self.waiting and not self.workers:
+            last = next((line.strip() for line in reversed(words) if line.strip()), "it printed nothing")
+            raise RunError(
+                f"a worker process {how} before it could train, and so did others: {last[:200]}; "
+                "--resume tries again"
+            )
 
     def _end(self, worker: _Worker) -> int:
         """Close a worker's connection, which ends it; its exit code."""
@@ -166,7 +205,8 @@ class _Pool:
         try:
             return worker.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            return _killed([worker])
+            worker.process.kill()
+            return worker.process.wait()
 
     def stop(self) -> None:
         """Ask running workers to save and end; those that have not begun have nothing to save."""
@@ -186,11 +226,13 @@ class _Pool:
         _killed(self.workers)
 
 
-def _killed(workers: Iterable[_Worker]) -> int:
-    """End workers at once; the last one's exit code."""
+def _killed(workers: Sequence[_Worker]) -> None:
+    """End workers at once."""
     for worker in workers:
         worker.process.kill()
-    return [worker.process.wait() for worker in workers][-1] if workers else 0
+    for worker in workers:
+        worker.process.wait()
+        worker.log.close()
 
 
 def _environment(slot: int, workers: int) -> dict[str, str]:
@@ -214,12 +256,17 @@ def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def serve(descriptor: int) -> None:
-    """What a worker process does: train what the connection says, until there is no more."""
+def serve(descriptor: int, screen: int) -> None:
+    """What a worker process does: train what the connection says, until there is no more.
+
+    Once it has begun, what it prints goes to ``screen``: standard output may be the parent's table as JSON.
+    """
     connection = Connection(descriptor)
     recipe, text, resume = connection.recv()
     sources = Sources(recipe, None if text is None else TextData.open(text))
     with contextlib.suppress(EOFError, OSError):  # of the connection: there is no more, or no parent
+        for standard in (1, 2):
+            os.dup2(screen, standard)
         connection.send(READY)
         while isinstance(run := connection.recv(), Run):
             reporting = _Reporting(connection)

@@ -167,7 +167,8 @@ def config_of(variant: Variant, vocab_size: int, sequence_length: int) -> Keyshi
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "variant"
+    """A name as a folder's: letters and digits of any script, in lower case, and hyphens."""
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-") or "variant"
 
 
 def known(run: Run) -> RunResult:

@@ -47,6 +47,11 @@ class Task(Protocol):
 class Examined(Protocol):
     """A task that takes a closer look at a trained model, where accuracy alone says too little."""
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of what `examine` gives, in its order."""
+        ...
+
     def examine(self, model: Any) -> dict[str, float]:
         """Scores by name, from 0 to 1, of the answers that ``model`` gives to held-out questions."""
         ...

@@ -102,18 +102,23 @@ class HopK:
         found = _find(tokens, hops)
         return tokens, np.where(found > 0, np.take_along_axis(tokens, found, axis=1), self.letters)
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """See `Examined`."""
+        return tuple(f"k={hops}" for hops in range(self.least_hops, self.hops + 1))
+
     def examine(self, model: Any) -> dict[str, float]:
         """Accuracy of ``model`` for each k, ``{"k=1": 0.98, …}``, on 100 held-out rows each, always the same.
 
         Only letters are asked for, as in the paper's figures: blanks are many and easy.
         """
         scores = {}
-        for hops in range(self.least_hops, self.hops + 1):
+        for hops, name in enumerate(self.scores, self.least_hops):
             rng = np.random.default_rng([0, EXAMINATION, hops])
             tokens, answers = self._draw(rng, np.full(EXAMINED_ROWS, hops))
             batch = _tensors(tokens, np.where(answers == self.letters, IGNORED, answers))
             _, correct, count = score(model, [batch])
-            scores[f"k={hops}"] = correct / count
+            scores[name] = correct / count
         return scores
 
     @property

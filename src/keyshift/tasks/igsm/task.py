@@ -159,6 +159,11 @@ class IGSM:
         answers = labels[labels != IGNORED]
         return float(np.bincount(answers).max() / len(answers))
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """See `Examined`."""
+        return tuple(f"{half} {rule}" for half in ("in-range", "test") for rule in ("lenient", "strict"))
+
     def examine(self, model: Any) -> dict[str, float]:
         """Shares of solutions, decoded greedily by ``model``, that pass; always on the same problems.
 
@@ -169,11 +174,8 @@ class IGSM:
         checks as much), the last one is the asked parameter's, the end token follows, and only needed
         parameters are computed, each once (Ye et al. count unnecessary ones apart).
         """
-        scores = {}
-        for name, operations in (("in-range", self.operations), ("test", self.test_operations)):
-            lenient, strict = self._examine(model, operations)
-            scores[f"{name} lenient"], scores[f"{name} strict"] = lenient, strict
-        return scores
+        shares = [*self._examine(model, self.operations), *self._examine(model, self.test_operations)]
+        return dict(zip(self.scores, shares, strict=True))
 
     def _examine(self, model: Any, operations: int) -> tuple[float, float]:
         rng = np.random.default_rng([0, EXAMINATION, operations])
