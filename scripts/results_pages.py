@@ -4,7 +4,8 @@
     python scripts/results_pages.py add RUN_FOLDER NAME [FIGURE …]   take over a report, then write its page
 
 Of a page only what stands between its markers is written; what was seen goes between title and measurement.
-A page is made if it is not there. Figures are those named, without names all that the report has. After that
+A page is made if it is not there. The table of README.md beside the pages is made of the recipes' claims and
+verdicts. Figures are those named, without names all that the report has. After that
 they are those whose images are there, so deleting an image leaves it out.
 """
 
@@ -18,8 +19,9 @@ from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any
 
+from keyshift.papers import experiments
 from keyshift.report.figures import FIGURE_NAMES, Picture, draw_figures
-from keyshift.report.markdown import render_markdown
+from keyshift.report.markdown import escaped, render_markdown
 from keyshift.results import Report
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> Non
     if given.command is None:
         for kept in sorted(results.glob("*.json")):
             write_page(kept, [figure for figure in FIGURE_NAMES if _image(kept, figure).exists()])
+        write_index(results)
         return
     if unknown := set(given.figures) - set(FIGURE_NAMES):
         parser.error(f"{min(unknown)!r} is no figure; choose among {', '.join(FIGURE_NAMES)}")
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> Non
     kept = results / f"{given.name}.json"
     kept.write_text(thin(report).model_dump_json(exclude_defaults=True) + "\n")
     write_page(kept, given.figures or FIGURE_NAMES)
+    write_index(results)
 
 
 def thin(report: Report) -> Report:
@@ -83,6 +87,20 @@ def write_page(kept: Path, figures: Collection[str]) -> None:
     title, text = render_markdown(report, pictures, f"images/{kept.stem}-").split("\n\n", 1)
     before = page.read_text() if page.exists() else f"{title}\n"
     page.write_text(embedded(before, kept.stem, text))
+
+
+def write_index(results: Path) -> None:
+    """Write the table of README.md: every page with a recipe's claim and verdict."""
+    index = results / "README.md"
+    lines = ["| experiment | the papers | here, at small size |", "|---|---|---|"]
+    for each in experiments():
+        page = results / f"{Path(each.recipe).name}.md"
+        if page.exists():
+            lines.append(
+                f"| [{page.stem}]({page.name}) | {escaped(each.paper)} | {escaped(each.verdict or '')} |"
+            )
+    before = index.read_text() if index.exists() else "# Results\n"
+    index.write_text(embedded(before, "index", "\n".join(lines) + "\n"))
 
 
 def embedded(page: str, name: str, text: str) -> str:

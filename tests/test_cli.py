@@ -53,6 +53,20 @@ def test_help_imports_neither_torch_nor_transformers():
     assert "cache" in done.stdout
 
 
+def test_papers_lists_every_experiment_with_claim_and_verdict():
+    rows = json.loads(keyshift("papers", "--json").stdout)
+    recipes = Path(__file__).resolve().parents[1] / "recipes" / "papers"
+    assert {row["recipe"] for row in rows} == {f"papers/{path.stem}" for path in recipes.glob("*.toml")}
+    assert all({"small", "quick", "paper"} <= set(row["sizes"]) for row in rows)
+    shown = keyshift("papers").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    for row in rows:
+        for words in (row["recipe"], row["paper"], row["verdict"]):
+            assert words.split()[-1] in shown
+    text = " ".join(shown.split())
+    assert all(row["verdict"] in text for row in rows)
+
+
 def test_cache_prints_predicted_and_measured_bytes_of_every_mechanism(config):
     rows = json.loads(keyshift("cache", config, "--tokens", "300", "--batch", "2", "--json").stdout)
     by_name = {row["mechanism"]: row for row in rows}

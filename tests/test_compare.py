@@ -15,6 +15,7 @@ from keyshift.compare import Hooks, compare
 from keyshift.data import load_tokenizer, prepare
 from keyshift.errors import UserError
 from keyshift.recipe import Recipe, parse_recipe
+from keyshift.report.paired import differences
 from keyshift.results import Report
 from keyshift.tasks import RepeatedTokens
 from keyshift.training import MixedSource, TaskSource, TextSource
@@ -227,6 +228,19 @@ def test_results_are_neither_overwritten_nor_mixed(tmp_path):
         compare(recipe(seeds=1, variants={"GQA": {}}), tmp_path)
     with pytest.raises(UserError, match="changed: variants"):
         compare(recipe(seeds=1), tmp_path, resume=True)
+
+
+def test_words_and_comparisons_of_a_recipe_may_change_when_its_runs_are_done(tmp_path):
+    compare(recipe(seeds=1), tmp_path)
+    first, second, *_ = VARIANTS
+    asked = {"of": first, "against": second, "metric": "accuracy"}
+    changed = recipe(seeds=1, title="anew", verdict="as expected", comparisons=[asked])
+    trained: list[str] = []
+    report = compare(
+        changed, tmp_path, resume=True, hooks=Hooks(finished=lambda run, _: trained.append(run.name))
+    )
+    assert trained == []
+    assert (report.title, len(differences(report))) == ("anew", 1)
 
 
 def test_ctrl_c_leaves_a_partial_report_and_a_resumable_run(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reports import divergence_report, grid, run, score_report, width_report
 
+from keyshift.papers import Experiment, experiments
 from keyshift.report import write_report
 from keyshift.report.markdown import render_markdown
 from keyshift.report.paired import differences
@@ -28,9 +29,9 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts" / "results_pages.py"))
 
 
-def measured(page: Path) -> str:
+def measured(page: Path, name: str | None = None) -> str:
     """What stands between the markers of a page."""
-    pattern = f"<!-- measured: {page.stem} -->\\n(.*?)<!-- /measured -->"
+    pattern = f"<!-- measured: {name or page.stem} -->\\n(.*?)<!-- /measured -->"
     (block,) = re.findall(pattern, page.read_text(), re.DOTALL)
     return str(block)
 
@@ -52,6 +53,24 @@ def check(kept: Path) -> None:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
 def test_page_says_what_its_json_says(kept: Path) -> None:
     check(kept)
+
+
+@pytest.mark.parametrize("experiment", experiments(), ids=lambda each: each.recipe)
+def test_every_experiment_has_a_page_that_begins_with_its_verdict(experiment: Experiment) -> None:
+    assert experiment.verdict is not None
+    name = Path(experiment.recipe).name
+    page = " ".join((ROOT / "docs" / "results" / f"{name}.md").read_text().split())
+    assert f"**{experiment.verdict}**" in page.partition("<!-- measured")[0]
+
+
+def test_the_index_is_made_of_claims_and_verdicts(script: dict[str, Any], tmp_path: Path) -> None:
+    index = ROOT / "docs" / "results" / "README.md"
+    for page in index.parent.glob("*.md"):
+        (tmp_path / page.name).write_text(page.read_text())
+    script["write_index"](tmp_path)
+    assert (tmp_path / "README.md").read_text() == index.read_text()
+    for experiment in experiments():
+        assert f"[{Path(experiment.recipe).name}](" in measured(index, "index")
 
 
 def test_page_is_made_and_written_anew_between_its_markers(script: dict[str, Any], tmp_path: Path) -> None:

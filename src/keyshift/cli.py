@@ -232,6 +232,20 @@ def circuits(
 
 
 @app.command()
+def papers(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
+    """List the papers' experiments: what is claimed, and what this project measured of it."""
+    from dataclasses import asdict
+
+    from keyshift.papers import experiments, print_experiments
+
+    found = experiments()
+    if as_json:
+        _print_json([asdict(each) for each in found])
+    else:
+        print_experiments(found, Console(highlight=False))
+
+
+@app.command()
 def theory(
     out: Annotated[Path, typer.Option(help="Where theory.json, theory.html and figures go.")] = Path(
         "runs/theory"

@@ -30,6 +30,8 @@ from keyshift.runs import DONE, Run, Sources, execute, known, plan, write_json, 
 from keyshift.training import Progress, TaskSource
 
 RECIPE_FILE = "recipe.json"
+WORDS = {"title", "paper", "verdict", "comparisons"}
+"""What may change in a recipe without changing a run."""
 OWN_FILES = {
     *(RECIPE_FILE, ".lock", "data", "jobs", "runs", "figures"),
     *("report.json", "report.html", "report.md"),
@@ -203,7 +205,7 @@ def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
         before = json.loads(kept.read_text())
     except ValueError as error:
         raise UserError(f"{kept} is damaged ({first_line(error)}); pass another --out") from error
-    changed = [key for key in now if now[key] != before.get(key)]
+    changed = [key for key in now if key not in WORDS and now[key] != before.get(key)]
     if changed:
         raise UserError(
             f"out={out} was made with a different recipe (changed: {', '.join(changed)}); pass another --out"

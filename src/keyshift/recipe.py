@@ -122,6 +122,7 @@ class Recipe(Section):
 
     title: str
     paper: str | None = Field(None, description="what the paper says about it, for the report")
+    verdict: str | None = Field(None, description="what came of it at small size, for `keyshift papers`")
     seeds: int = Field(3, ge=1, description="each variant is trained with seeds 0 … seeds - 1")
     task: dict[str, Any] | None = None
     data: TextData | None = None
