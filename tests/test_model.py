@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
+import json
 import pydoc_data.topics
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import CASES, FEW, SIZES, Case, assert_close, build, full, step, tokens
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -555,12 +559,49 @@ def test_torch_compile(case: Case) -> None:
         ({"shift_window": 3.0}, "shift_window=3.0"),
         ({"hidden_size": True}, "hidden_size=True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] must be a table"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a positive number"),
+        ({"hidden_act": []}, "hidden_act=[] is not known"),
+        ({"hidden_act": {}}, "hidden_act={} is not known"),
+        ({"pad_token_id": "x"}, "pad_token_id='x' must be an integer or left out"),
+        ({"pad_token_id": []}, "pad_token_id=[] must be"),
+        ({"pad_token_id": True}, "pad_token_id=True must be"),
+        ({"bos_token_id": 1.0}, "bos_token_id=1.0 must be an integer or left out"),
+        ({"bos_token_id": [1]}, "bos_token_id=[1] must be"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' must be an integer, a list of some, or left out"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id=[1, 'x'] must be"),
+        ({"eos_token_id": []}, "eos_token_id=[] must be"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named(fields, message):
     with pytest.raises(UserError) as caught:
         KeyshiftConfig(**fields)
     assert message in str(caught.value)
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.sampled_from(["kv", "silu"])
+)
+VALUES = st.one_of(
+    SCALARS, st.lists(SCALARS, max_size=2), st.dictionaries(st.sampled_from(["", "rope_theta"]), SCALARS)
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(value=VALUES)
+@pytest.mark.parametrize("field", sorted({*KeyshiftConfig.__annotations__, "rope_parameters"}))
+def test_whatever_a_field_is_set_to_is_taken_or_refused_in_one_line(field: str, value: Any) -> None:
+    with contextlib.suppress(UserError):
+        taken = KeyshiftConfig(**{field: value})
+        kept = json.loads(json.dumps(taken.to_dict()))
+        assert KeyshiftConfig(**kept).to_dict() == taken.to_dict()
+        return
+    with pytest.raises(UserError, match=r"\A.+\Z"):  # in one line
+        KeyshiftConfig(**{field: value})
+
+
+def test_several_tokens_may_end_a_text() -> None:
+    assert KeyshiftConfig(eos_token_id=[1, 2], bos_token_id=0, pad_token_id=0).eos_token_id == [1, 2]
 
 
 def test_rope_theta_may_be_spelt_as_transformers_spells_it():

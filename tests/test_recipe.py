@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
 from keyshift.modeling import KeyshiftForCausalLM
-from keyshift.recipe import Recipe, build_task, builtin_recipes, config_fields, load_recipe, parse_recipe
+from keyshift.recipe import (
+    Recipe,
+    Training,
+    build_task,
+    builtin_recipes,
+    config_fields,
+    load_recipe,
+    parse_recipe,
+)
 from keyshift.runs import Sources, config_of, parameters, plan
 from keyshift.tasks import Examined
 
@@ -506,6 +514,35 @@ def test_a_wrong_type_is_named_in_one_line(tmp_path: Path, text: str, message: s
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 220 + len(str(path))
+
+
+@pytest.mark.parametrize("value", [True, False, "3", "0.5", "", [1]])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "seeds",
+        *(f"data.{key}" for key in ("vocab_size", "sequence_length", "validation_fraction", "task_share")),
+        *(f"training.{key}" for key in Training.model_fields if key != "schedule"),
+    ],
+)
+def test_only_a_number_is_taken_for_one(place: str, value: object) -> None:
+    content: dict[str, Any] = {**VALID, "data": dict(MIXED), "task": {"name": "repeated"}}
+    *table, key = place.split(".")
+    changed = {key: value} if not table else {table[0]: {**content.get(table[0], {}), key: value}}
+    with pytest.raises(UserError, match=rf"^recipe r: {place}=.*: input should be a valid (integer|number)$"):
+        parse_recipe({**content, **changed}, "r")
+    if table == ["training"] and key != "until_accuracy":  # which is the same for all variants
+        with pytest.raises(UserError, match=rf"^variant 'a': {place}=.*: input should be a valid"):
+            parse_recipe({**content, "variants": {"a": changed}}, "r")
+
+
+def test_a_whole_number_may_stand_for_any_other_but_not_the_reverse() -> None:
+    whole = {"learning_rate": 1, "weight_decay": 0, "until_accuracy": 1, "shift_weight_decay": 2}
+    training = parse_recipe({**VALID, "training": whole}, "r").training
+    assert {key: getattr(training, key) for key in whole} == whole
+    assert all(isinstance(getattr(training, key), float) for key in whole)
+    with pytest.raises(UserError, match=r"training\.steps=10\.0: input should be a valid integer"):
+        parse_recipe({**VALID, "training": {"steps": 10.0}}, "r")
 
 
 def test_what_a_recipe_needs_is_said_to_be_missing() -> None:

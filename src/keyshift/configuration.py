@@ -108,6 +108,7 @@ class KeyshiftConfig(PreTrainedConfig):
         self._check_types()
         self._check_choices()
         self._check_sizes()
+        self._check_special_tokens()
         self._set_defaults()
         self._check_heads()
         self._check_position()
@@ -143,10 +144,12 @@ class KeyshiftConfig(PreTrainedConfig):
         parameters = others.pop("rope_parameters", None) or others.pop("rope_scaling", None)
         if parameters is None:
             return
+        if not isinstance(parameters, dict):
+            raise UserError(f"rope_parameters={parameters!r} must be a table; set rope_theta instead")
         kind = parameters.get("rope_type", "default")
         if kind != "default":
             raise UserError(f"rope_parameters with rope_type={kind!r} is not supported; use 'default'")
-        self.rope_theta = float(parameters.get("rope_theta", self.rope_theta))
+        self.rope_theta = parameters.get("rope_theta", self.rope_theta)
 
     def _check_types(self) -> None:
         for field in ("query_norm", "use_cache", "tie_word_embeddings"):
@@ -156,7 +159,7 @@ class KeyshiftConfig(PreTrainedConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise UserError(f"{field}={value!r} must be a positive number")
-        if self.hidden_act not in ACT2CLS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2CLS:
             raise UserError(
                 f"hidden_act={self.hidden_act!r} is not known; {nearest(str(self.hidden_act), ACT2CLS)}"
             )
@@ -189,11 +192,6 @@ class KeyshiftConfig(PreTrainedConfig):
             value = getattr(self, field)
             if value is not None and (type(value) is not int or value < 1):
                 raise UserError(f"{field}={value!r} must be a positive integer or left out")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise UserError(
-                f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}; "
-                "leave it out or make room for it"
-            )
         if type(self.shift_window) is not int or self.shift_window not in (2, 3, 4):
             raise UserError(f"shift_window={self.shift_window!r} must be 2, 3 or 4")
         if self.shift != "none" and self.shift_init == "identity" and self.shift_weights == "gate":
@@ -210,6 +208,22 @@ class KeyshiftConfig(PreTrainedConfig):
             raise UserError(
                 f"hidden_size={self.hidden_size} is not divisible by num_attention_heads="
                 f"{self.num_attention_heads}; change one of them or set head_dim"
+            )
+
+    def _check_special_tokens(self) -> None:
+        for field in ("pad_token_id", "bos_token_id"):
+            value = getattr(self, field)
+            if value is not None and type(value) is not int:
+                raise UserError(f"{field}={value!r} must be an integer or left out")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise UserError(
+                f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}; "
+                "leave it out or make room for it"
+            )
+        ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        if self.eos_token_id is not None and not (ends and all(type(end) is int for end in ends)):
+            raise UserError(
+                f"eos_token_id={self.eos_token_id!r} must be an integer, a list of some, or left out"
             )
 
     def _set_defaults(self) -> None:
