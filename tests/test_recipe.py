@@ -440,6 +440,18 @@ def test_the_length_of_text_that_a_label_sets_is_not_overridden_unseen(tmp_path:
     assert load_recipe(str(path), {"data.vocab_size": 300}).data.vocab_size == 300
 
 
+def test_what_a_size_sets_reaches_every_run(tmp_path: Path) -> None:
+    path = tmp_path / "sized.toml"
+    rates = "learning_rate = 1e-3"
+    head = f'title = "t"\n[task]\nname = "induction"\n[variants.a.training]\n{rates}\n[variants.b]\n'
+    path.write_text(f"{head}[sizes.large.training]\nlearning_rate = 1e-4\n")
+    with pytest.raises(UserError, match=r"training\.learning_rate=0\.0001 does not reach variants\.a,"):
+        load_recipe(str(path), size="large")
+    path.write_text(f"{path.read_text()}[sizes.large.variants.a.training]\nlearning_rate = 1e-5\n")
+    found = load_recipe(str(path), size="large").grid()
+    assert {name: variant.training.learning_rate for name, variant in found.items()} == {"a": 1e-5, "b": 1e-4}
+
+
 def test_a_size_counts_for_what_overrides_reach(labelled: str) -> None:
     assert load_recipe(labelled, {"training.batch_size": 4}).training.batch_size == 4
     with pytest.raises(UserError, match=r"training\.batch_size=4 does not reach variants\.plain,"):

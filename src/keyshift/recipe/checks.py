@@ -38,19 +38,19 @@ def check_recipe(recipe: Recipe, origin: str) -> None:
 
 
 def check_reach(recipe: Recipe, changes: dict[tuple[str, ...], Any], origin: str) -> None:
-    """Raises `UserError` for an override that some label's own setting hides from its runs.
+    """Raises `UserError` for a change that some label's own setting hides from its runs.
 
-    ``changes`` are all overrides; a label that one of them sets too is as the user wants it.
+    ``changes`` are those of a size and all overrides; a label that one of them sets too is as it is wanted.
     """
-    leaves = [leaf for keys, value in changes.items() for leaf in _leaves(keys, value)]
-    for keys, value in leaves:
+    leaves = {path: leaf for keys, value in changes.items() for path, leaf in _leaves(keys, value)}
+    for keys, value in leaves.items():
         if len(keys) != 2 or keys[0] not in {"model", *OVERRIDABLE}:
             continue
         inside = keys[1:] if keys[0] == "model" else keys
         for where, settings in _labels(recipe):
             own = settings if keys[0] == "model" else settings.get(keys[0], {})
             path = (*where, *inside)
-            if keys[1] in own and not any(path[: len(other)] == other for other in changes):
+            if keys[1] in own and path not in leaves:
                 raise UserError(
                     f"recipe {origin}: {key_path(*keys)}={shown(value)} does not reach {key_path(*where)}, "
                     f"which sets its own; set {key_path(*path)} too, or change the file"

@@ -32,7 +32,7 @@ def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None, size
 
     Raises:
         UserError: no such recipe or size, not TOML, unknown keys (with the nearest valid one), values of a
-            wrong type, an override that does not reach every variant.
+            wrong type, an override, or a setting of a size, that does not reach every variant.
     """
     builtin = builtin_recipes()
     path = builtin.get(name_or_path, Path(name_or_path))
@@ -44,10 +44,10 @@ def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None, size
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
-    _choose_size(content, size, name_or_path)
-    changes = {keys_of(dotted): value for dotted, value in (overrides or {}).items()}
-    for keys, value in changes.items():
-        _set(content, keys, value)
+    changes = _choose_size(content, size, name_or_path)
+    for dotted, value in (overrides or {}).items():
+        changes[keys_of(dotted)] = value
+        _set(content, keys_of(dotted), value)
     recipe = parse_recipe(content, str(path))
     check_reach(recipe, changes, str(path))
     return recipe
@@ -67,8 +67,11 @@ def parse_recipe(content: dict[str, Any], origin: str) -> Recipe:
     return recipe
 
 
-def _choose_size(content: dict[str, Any], size: str, name: str) -> None:
+def _choose_size(content: dict[str, Any], size: str, name: str) -> dict[tuple[str, ...], Any]:
     """Take the table of sizes out of ``content``, and put what one of them changes over the rest.
+
+    Returns:
+        What it changes, by the keys that lead there.
 
     Raises:
         UserError: an unknown size, or tables of ``[sizes]`` that are none; ``name`` names the recipe.
@@ -83,6 +86,7 @@ def _choose_size(content: dict[str, Any], size: str, name: str) -> None:
     if isinstance(replaced, dict):  # what it is instead is refused with the rest
         content["axes"] = {axis: labels for axis, labels in replaced.items() if axis not in axes}
     _merge(content, sizes[size])
+    return {(key,): value for key, value in sizes[size].items()}
 
 
 def _merge(content: dict[str, Any], changes: dict[str, Any]) -> None:
