@@ -44,12 +44,13 @@ def load_recipe(name_or_path: str, overrides: dict[str, Any] | None = None, size
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
-    changes = _choose_size(content, size, name_or_path)
-    for dotted, value in (overrides or {}).items():
-        changes[keys_of(dotted)] = value
-        _set(content, keys_of(dotted), value)
+    sized = _choose_size(content, size, name_or_path)
+    changes = {keys_of(dotted): value for dotted, value in (overrides or {}).items()}
+    for keys, value in changes.items():
+        _set(content, keys, value)
     recipe = parse_recipe(content, str(path))
-    check_reach(recipe, changes, str(path))
+    check_reach(recipe, {**sized, **changes}, str(path))
+    check_reach(recipe, changes, str(path))  # what the size gives a label hides an override, too
     return recipe
 
 
