@@ -25,19 +25,17 @@ compare: $(VENV)/.installed
 	$(BIN)/keyshift compare induction --out $(OUT) --resume $(ARGS)
 
 # Every experiment of the papers at one size; calling it again goes on.
-papers: $(VENV)/.installed $(CORPUS)
+papers: $(VENV)/.installed
+	$(BIN)/python scripts/corpus.py $(CORPUS)
 	failed=; for file in recipes/papers/*.toml; do \
 	  name=papers/$$(basename $$file .toml); \
 	  text=$$(if grep -q '^\[data\]' $$file; then echo $(CORPUS)/prose; fi); \
-	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --out runs/$(SIZE)/$$name --resume || \
+	  $(BIN)/keyshift compare $$name $$text --size $(SIZE) --jobs $(JOBS) --resume || \
 	    failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "with failed or diverged runs:$$failed"; exit 1; }
 
 papers-quick:
 	$(MAKE) papers SIZE=quick
-
-$(CORPUS): $(VENV)/.installed
-	$(BIN)/python scripts/corpus.py $(CORPUS)
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)

@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> Non
         return
     if unknown := set(given.figures) - set(FIGURE_NAMES):
         parser.error(f"{min(unknown)!r} is no figure; choose among {', '.join(FIGURE_NAMES)}")
-    report = Report.model_validate_json((given.run_folder / "report.json").read_text())
+    source = given.run_folder / "report.json"
+    if not source.exists():
+        parser.error(f"{source} is not there; give the folder of a comparison, runs/NAME")
+    report = Report.model_validate_json(source.read_text())
     results.mkdir(parents=True, exist_ok=True)
     kept = results / f"{given.name}.json"
     kept.write_text(thin(report).model_dump_json(exclude_defaults=True) + "\n")

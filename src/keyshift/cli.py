@@ -53,14 +53,16 @@ def _global(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe: induction, text, circuit-models or a TOML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe: induction, text, papers/depth, … or a TOML file.")],
     paths: Annotated[
         list[str] | None,
         typer.Argument(help="Text: files, folders or globs (.txt .md .jsonl .parquet)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where results go. Default runs/RECIPE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where results go. Default runs/RECIPE or runs/SIZE/RECIPE.")
+    ] = None,
     size: Annotated[
-        str, typer.Option(help="Which of the recipe's sizes: small, or one of [sizes].")
+        str, typer.Option(help="Which of the recipe's sizes: small, or one that it has.")
     ] = "small",
     jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process of its own.")] = 1,
     cluster: Annotated[
@@ -81,7 +83,7 @@ def compare(
 ) -> None:
     """Train several variants on one task or on your own text; write one report."""
     from keyshift.progress import follow
-    from keyshift.recipe import builtin_recipes, load_recipe
+    from keyshift.recipe import SMALL, builtin_recipes, load_recipe
 
     overrides = {
         "seeds": seeds,
@@ -92,7 +94,8 @@ def compare(
     }
     chosen = {key: value for key, value in overrides.items() if value is not None}
     loaded = load_recipe(recipe, {**chosen, **dict(_setting(text) for text in settings or [])}, size)
-    directory = out or Path("runs") / (recipe if recipe in builtin_recipes() else Path(recipe).stem)
+    name = recipe if recipe in builtin_recipes() else Path(recipe).stem
+    directory = out or (Path("runs") if size == SMALL else Path("runs") / size) / name
     console = Console(stderr=as_json, highlight=False)
     stop = _Interruption()
     from keyshift.cluster import Cluster

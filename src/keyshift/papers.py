@@ -53,6 +53,8 @@ def print_experiments(found: Sequence[Experiment], console: Console) -> None:
         table = Table.grid(padding=(0, 1))
         table.add_row("  paper", each.paper)
         table.add_row("  here", each.verdict or "not measured")
-        console.print(f"[bold]{each.recipe}[/bold]")
+        console.print(f"[bold]{each.recipe}[/bold]{' (text)' if each.text else ''}")
         console.print(table)
-    console.print("\nhere: at small size. Run one: keyshift compare RECIPE [FILES OF TEXT] --jobs 2")
+    console.print(
+        "\nhere: at small size. Run one: keyshift compare RECIPE --jobs 2, with files of text if it says so"
+    )

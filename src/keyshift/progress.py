@@ -39,7 +39,7 @@ def follow(console: Console, stop: Callable[[], bool]) -> Iterator[Hooks]:
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         display = _Display(bars, console)
         yield Hooks(
             stop=stop,
@@ -109,6 +109,8 @@ class _Display:
         steps = run.variant.training.steps
         if run not in self.current:
             bar = self.bars.add_task(run.name, total=steps, completed=standing.step, rates="")
+            if not self.current and not self.steps_done:
+                self.started = time.monotonic()  # starting processes says nothing about steps
             self.current[run] = _Current(bar, time.monotonic(), standing.step)
             self.steps -= standing.step  # those before are not trained here, if it was resumed
         current = self.current[run]

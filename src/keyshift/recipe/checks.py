@@ -101,7 +101,8 @@ def _check_fields(recipe: Recipe, variant: Variant, origin: str) -> None:
         if field not in config_fields():
             where = ("model",) if field in recipe.model else _origin_of(field, recipe)
             raise UserError(
-                f"recipe {origin}: {key_path(*where, field)} is not known; {nearest(field, config_fields())}"
+                f"recipe {origin}: {key_path(*where, field)} is not known; "
+                f"{nearest(field, [*sorted(OVERRIDABLE), *config_fields()])}"
             )
 
 

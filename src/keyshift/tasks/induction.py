@@ -34,9 +34,8 @@ class Induction:
     Raises:
         UserError: sizes with which hardly any sequence would repeat a token.
 
-    Example: tokens ``7 3 9 3`` were drawn, 3 repeats, so 9 3 9 3 … follows; with 1-based positions the
-        answers at
-    4, 5, 6, … are determined::
+    Example: tokens ``7 3 9 3`` were drawn, 3 repeats, so 9 3 9 3 … follows; from the fifth token on the
+    answers are determined::
 
         input_ids  7  3  9  3  9  3
         labels     -  -  -  -  9  3      (labels are the tokens themselves; the model shifts them)
