@@ -324,7 +324,7 @@ def test_the_time_left_counts_only_what_is_trained_here(tmp_path, monkeypatch, r
         clock[0] += 31
         hooks.progress(second, Progress(400, {}))
     told = screen.getvalue().strip().splitlines()[-1]
-    minutes = 62 / 60 * ((2000 - resumed_at) / 500 - 1)
+    minutes = 42 / 60 * ((2000 - resumed_at) / 500 - 1)  # that processes began says nothing about steps
     assert "0/2 runs done; b, seed 0, step 400/1000" in told
     assert told.endswith(f"{minutes:.0f} min left")
 
