@@ -1,0 +1,5 @@
+"""``python -m keyshift.cli`` is ``keyshift``."""
+
+from keyshift.cli import main
+
+main()

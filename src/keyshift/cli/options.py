@@ -1,0 +1,56 @@
+"""What several commands share: overrides, JSON on stdout, an orderly stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tomllib
+from types import FrameType
+from typing import Any
+
+import typer
+
+from keyshift.errors import UserError
+
+
+def setting(
+    text: str, option: str = "--set", example: str = "training.learning_rate=3e-4"
+) -> tuple[str, Any]:
+    """``key=value`` with a TOML value; what is not TOML is a string."""
+    key, found, value = text.partition("=")
+    if not found or not key.strip():
+        raise UserError(f"{option} {text!r} must look like {example}")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def print_json(rows: Any) -> None:
+    typer.echo(json.dumps(rows, indent=2))
+
+
+class Interruption:
+    """Ctrl-C, SIGTERM or a closed terminal asks for an orderly stop; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def __enter__(self) -> Interruption:
+        asking = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            asking.append(signal.SIGHUP)
+        self.before = {sig: signal.signal(sig, self._handle) for sig in asking}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for sig, handler in self.before.items():
+            signal.signal(sig, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
