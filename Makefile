@@ -11,7 +11,7 @@ OUT ?= runs/induction
 # The oldest transformers that pyproject.toml promises; test-oldest runs what depends on it, in its own environment.
 OLDEST ?= transformers==5.16.0
 OLDEST_TESTS := tests/test_invariant.py tests/test_generate.py tests/test_model.py tests/test_reference_libraries.py \
-  tests/test_training.py tests/test_compare.py tests/test_quantised_cache.py tests/test_circuits_capture.py \
+  tests/test_training.py tests/test_training_guard.py tests/test_training_processes.py tests/test_compare.py tests/test_quantised_cache.py tests/test_circuits_capture.py \
   tests/test_circuits_weights.py tests/test_circuits_parts.py tests/test_circuits_loading.py
 
 # Text for the papers' recipes that read some; SIZE is one of a recipe's sizes.

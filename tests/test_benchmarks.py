@@ -99,7 +99,8 @@ def test_tasks() -> None:
 
 
 def test_trainer() -> None:
-    assert names(quickly("trainer.py")) == ["engine throughput over a plain loop's"]
+    variants = ["GQA", "GQA + KV shift", "MLA", "GVA", "GVA + shift"]
+    assert names(quickly("training.py")) == [f"{name}: throughput over a plain loop's" for name in variants]
 
 
 @needs_kernel

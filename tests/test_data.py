@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -13,7 +12,6 @@ import tempfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,50 +23,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
+from texts import fails, sentences, write, write_jsonl, write_parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from keyshift import data
-from keyshift.errors import UserError
 
 KIB = 1024
 
 
-@contextmanager
-def fails(*parts: object) -> Iterator[None]:
-    """The block raises a UserError of one line with all ``parts`` in it."""
-    with pytest.raises(UserError) as caught:
-        yield
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
-
-
-def write(path: Path, content: str | bytes = "some text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def write_jsonl(path: Path, documents: list[str]) -> Path:
-    return write(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
-
-
-def write_parquet(path: Path, column: Any, **options: Any) -> Path:
-    parquet.write_table(pa.table(column), path, **options)
-    return path
-
-
 def read(*files: Path) -> list[str]:
     return list(data.read_documents(files))
-
-
-def sentences(count: int, seed: int = 0) -> list[str]:
-    rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
-    return [f"{number}: " + " ".join(rng.choices(words, k=rng.randint(3, 30))) for number in range(count)]
 
 
 # Finding files
@@ -205,7 +170,7 @@ def test_cuts_follow_the_rule_and_lose_nothing(text: str) -> None:
     limit = 8
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(data.documents, "_DOCUMENT_BYTES", limit):
         file = write(Path(folder, "a.txt"), text)
-        pieces = [piece.encode() for piece, _ in data.documents._read_text(file)]
+        pieces = [piece.encode() for piece, _ in data.documents._read_text(file, "text")]
     assert b"".join(pieces) == text.encode()
     rest = text.encode()
     for piece in pieces:
@@ -393,18 +358,40 @@ def test_split_depends_on_content_and_fraction() -> None:
 # Streams
 
 
-def stream_of(lengths: list[int]) -> data.TokenStream:
-    """Documents of ``lengths`` tokens, each numbered on so that a token tells its place."""
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return data.TokenStream(np.arange(sum(lengths), dtype=np.uint16), starts, sum(lengths))
+def stream_of(*shards: list[int]) -> data.TokenStream:
+    """Documents of so many tokens in each shard, each numbered on so that a token tells its place."""
+    made: list[data.MemoryShard] = []
+    first = 0
+    for lengths in shards:
+        starts = np.cumsum([0, *lengths], dtype=np.int64)[:-1]
+        tokens = np.arange(first, first + sum(lengths), dtype=np.uint16)
+        made.append(data.MemoryShard(tokens, starts, sum(lengths)))
+        first += sum(lengths)
+    return data.TokenStream(made)
 
 
-streams = st.lists(st.integers(1, 12), min_size=1, max_size=30).map(stream_of)
+shards = st.lists(st.lists(st.integers(1, 12), max_size=9), min_size=1, max_size=6)
+streams = shards.filter(any).map(lambda lengths: stream_of(*lengths))
+
+
+def tokens(stream: data.TokenStream) -> np.ndarray:
+    """All tokens of a stream."""
+    return np.concatenate([shard.tokens for shard in stream.shards])
+
+
+def document_starts(stream: data.TokenStream) -> list[int]:
+    """Where the documents of a stream begin in it."""
+    ends = np.cumsum([0, *(shard.token_count for shard in stream.shards)])
+    return [
+        start + int(end)
+        for shard, end in zip(stream.shards, ends, strict=False)
+        for start in shard.document_starts.tolist()
+    ]
 
 
 def check_windows(stream: data.TokenStream, batch: dict[str, torch.Tensor]) -> None:
     """Against the definition, token by token; in these streams a token is its own place."""
-    starts = set(stream.document_starts.tolist())
+    starts = set(document_starts(stream))
     for row in range(len(batch["input_ids"])):
         position = 0
         for column, token in enumerate(batch["input_ids"][row].tolist()):
@@ -419,7 +406,7 @@ def check_windows(stream: data.TokenStream, batch: dict[str, torch.Tensor]) -> N
 def test_batch_keeps_document_boundaries(
     stream: data.TokenStream, step: int, batch_size: int, length: int, seed: int
 ) -> None:
-    length = min(length, len(stream.tokens))
+    length = min(length, stream.token_count)
     batch = stream.batch(step, batch_size, length, seed)
     assert set(batch) == {"input_ids", "position_ids", "labels"}
     for tensor in batch.values():
@@ -432,8 +419,8 @@ def test_batch_keeps_document_boundaries(
 def test_every_epoch_packs_every_window_once(
     stream: data.TokenStream, batch_size: int, length: int, seed: int
 ) -> None:
-    length = min(length, len(stream.tokens))
-    windows = len(stream.tokens) // length
+    length = min(length, stream.token_count)
+    windows = stream.token_count // length
     steps = math.ceil(2 * windows / batch_size)
     rows = torch.cat([stream.batch(step, batch_size, length, seed)["input_ids"] for step in range(steps)])
     for epoch in range(2):
@@ -445,7 +432,7 @@ def test_batch_is_a_pure_function_of_its_arguments() -> None:
     lengths = [7] * 60
 
     def batches(order: list[tuple[int, int]]) -> dict[tuple[int, int], list[Any]]:
-        data.stream._order.cache_clear()
+        data.order._table.cache_clear()
         stream = stream_of(lengths)
         return {
             (step, seed): [tensor.tolist() for tensor in stream.batch(step, 4, 10, seed).values()]
@@ -460,7 +447,7 @@ def test_batch_is_a_pure_function_of_its_arguments() -> None:
     assert batches([(17, 2)])[17, 2] == expected[17, 2]
     windows = len(lengths) * 7 // 10
     orders = {
-        tuple(data.stream._order(windows, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)
+        tuple(data.order._table(windows, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)
     }
     assert len(orders) == 9  # each seed and epoch has its own
 
@@ -469,8 +456,8 @@ def test_batch_is_a_pure_function_of_its_arguments() -> None:
 def test_sequential_spreads_evenly(
     stream: data.TokenStream, batch_size: int, length: int, max_batches: int
 ) -> None:
-    length = min(length, len(stream.tokens))
-    windows = len(stream.tokens) // length
+    length = min(length, stream.token_count)
+    windows = stream.token_count // length
     batches = list(stream.sequential(batch_size, length, max_batches))
     for batch in batches:
         check_windows(stream, batch)
@@ -487,7 +474,7 @@ def test_sequential_spreads_evenly(
 
 
 def test_summary_and_bits_per_byte() -> None:
-    validation = data.TokenStream(np.zeros(10, np.uint16), np.array([0, 4]), 16)
+    validation = data.TokenStream([data.MemoryShard(np.zeros(10, np.uint16), np.array([0, 4]), 16)])
     text = data.TextData(Path("tokenizer"), 300, stream_of([5, 6, 7]), validation)
     # 8 predicted tokens of 3 bits each make 24 bits, for 16 bytes.
     assert text.bits_per_byte(3 * math.log(2)) == pytest.approx(1.5)
@@ -510,7 +497,7 @@ def prepare(paths: list[Path], directory: Path, tokenizer: str | None, **changes
 def stored_documents(text: data.TextData, stream: data.TokenStream) -> list[str]:
     """The documents decoded from the store, which must consist of nothing else."""
     tokenizer = data.load_tokenizer(text.tokenizer_path)
-    pieces = np.split(stream.tokens, stream.document_starts)
+    pieces = np.split(tokens(stream), document_starts(stream))
     assert len(pieces[0]) == 0
     assert all(piece[0] == tokenizer.bos_token_id for piece in pieces[1:])
     documents = [tokenizer.decode(piece[1:]) for piece in pieces[1:]]
@@ -545,12 +532,12 @@ def test_prepare_every_format(tmp_path: Path) -> None:
     def recorded(stream: Iterator[str], vocab_size: int) -> Any:
         return train_tokenizer((seen.append(text) or text for text in stream), vocab_size)  # type: ignore[func-returns-value]
 
-    with mock.patch.object(data.writing, "train_tokenizer", recorded):
+    with mock.patch.object(data.preparing, "train_tokenizer", recorded):
         text = prepare([tmp_path / "in"], tmp_path / "store", None)
     check_store(text, documents)
     assert seen == [document for document in documents if not data.in_validation(document, 0.05)]
     assert text.vocab_size == len(data.load_tokenizer(text.tokenizer_path)) == 400
-    assert text.train.tokens.dtype == np.uint16
+    assert tokens(text.train).dtype == np.uint16
     assert text.summary()["train"]["documents"] == len(seen)
     batch = text.train.batch(0, 2, 8, seed=0)
     starts = batch["input_ids"] == 0
@@ -577,7 +564,7 @@ def test_any_text_round_trips(tokenizer_folder: str, documents: list[str]) -> No
         )
         check_store(text, documents, 0.5)
         for stream in (text.train, text.validation):  # no token of a text passes for a separator
-            assert np.flatnonzero(stream.tokens == 0).tolist() == stream.document_starts.tolist()
+            assert np.flatnonzero(tokens(stream) == 0).tolist() == document_starts(stream)
         sides = [set(stored_documents(text, stream)) for stream in (text.train, text.validation)]
         assert not sides[0] & sides[1]
         assert sides[0] | sides[1] == set(documents)
@@ -587,11 +574,11 @@ def test_tokenising_in_small_batches_changes_nothing(
     tmp_path: Path, corpus: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare([corpus], tmp_path / "whole", tokenizer_folder)
-    monkeypatch.setattr(data.writing, "_BATCH_DOCUMENTS", 7)
-    monkeypatch.setattr(data.writing, "_BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(data.encoding, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(data.encoding, "_BATCH_CHARACTERS", 200)
     parts = prepare([corpus], tmp_path / "parts", tokenizer_folder)
-    assert np.array_equal(whole.train.tokens, parts.train.tokens)
-    assert np.array_equal(whole.validation.document_starts, parts.validation.document_starts)
+    assert np.array_equal(tokens(whole.train), tokens(parts.train))
+    assert document_starts(whole.validation) == document_starts(parts.validation)
 
 
 def test_ids_beyond_16_bits(tmp_path: Path, corpus: Path) -> None:
@@ -599,11 +586,11 @@ def test_ids_beyond_16_bits(tmp_path: Path, corpus: Path) -> None:
     vocabulary = {"?": 0, "<s>": 1, **{word: 65_530 + rank for rank, word in enumerate(sorted(words))}}
     word_tokenizer(vocabulary, bos_token="<s>").save_pretrained(tmp_path / "words")
     text = prepare([corpus], tmp_path / "store", str(tmp_path / "words"))
-    assert text.train.tokens.dtype == np.uint32
+    assert tokens(text.train).dtype == np.uint32
     assert text.vocab_size == max(vocabulary.values()) + 1  # rows an embedding needs, not words
     first = next(text for text in sentences(200) if not data.in_validation(text, 0.05))
     expected = [1, *(vocabulary.get(word, 0) for word in re.findall(r"\w+|[^\w\s]+", first))]
-    assert text.train.tokens[: len(expected)].tolist() == expected
+    assert tokens(text.train)[: len(expected)].tolist() == expected
 
 
 def test_store_is_reused_and_reopened(tmp_path: Path, corpus: Path) -> None:
@@ -614,7 +601,7 @@ def test_store_is_reused_and_reopened(tmp_path: Path, corpus: Path) -> None:
     for text in (again, data.TextData.open(str(store))):
         assert text.summary() == first.summary()
         assert text.tokenizer_path == store / "tokenizer"
-        assert np.array_equal(text.train.tokens, first.train.tokens)
+        assert np.array_equal(tokens(text.train), tokens(first.train))
 
 
 def test_store_is_rebuilt_when_anything_changes(tmp_path: Path, corpus: Path, tokenizer_folder: str) -> None:
@@ -638,7 +625,7 @@ def test_store_is_rebuilt_when_anything_changes(tmp_path: Path, corpus: Path, to
     assert builds(tokenizer=tokenizer_folder)
     os.utime(corpus / "more.txt", ns=(1, 1))
     assert builds(tokenizer=tokenizer_folder)
-    (store / "train.tokens").unlink()
+    (store / "00000.train.tokens").unlink()
     assert builds(tokenizer=tokenizer_folder)
     write(store / "meta.json", b"\xff cut off")
     assert builds(tokenizer=tokenizer_folder)
@@ -651,7 +638,7 @@ def test_store_is_rebuilt_when_anything_changes(tmp_path: Path, corpus: Path, to
 def test_interruption_leaves_things_as_they_were(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, call: int, older: bool
 ) -> None:
-    monkeypatch.setattr(data.writing, "_PROGRESS_BYTES", corpus.joinpath("a.jsonl").stat().st_size * 2 // 3)
+    monkeypatch.setattr(data.preparing, "_PROGRESS_BYTES", corpus.joinpath("a.jsonl").stat().st_size * 2 // 3)
     store = tmp_path / "store"
     before = prepare([corpus], store, None).summary() if older else None
     calls = 0
@@ -683,7 +670,7 @@ def test_progress(tmp_path: Path, corpus: Path, tokenizer_folder: str) -> None:
     write_parquet(corpus / "b.parquet", {"text": sentences(300, seed=1)})
     write(corpus / "c.txt", "words\n" * 50_000)
     size = sum(file.stat().st_size for file in corpus.iterdir())
-    with mock.patch.object(data.writing, "_PROGRESS_BYTES", 10_000):
+    with mock.patch.object(data.preparing, "_PROGRESS_BYTES", 10_000):
         for tokenizer, passes in ((tokenizer_folder, 1), (None, 2)):
             calls: list[tuple[int, int]] = []
             prepare(
@@ -741,7 +728,7 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path, corpus: Pa
 def test_memory_of_prepare_is_bounded(
     tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data.writing, "_BATCH_CHARACTERS", 32 * KIB)
+    monkeypatch.setattr(data.encoding, "_BATCH_CHARACTERS", 32 * KIB)
     document = " ".join(sentences(10))
     peaks = []
     for count in (400, 1600):

@@ -21,7 +21,7 @@ import typer
 from keyshift import cli, compare, runs
 from keyshift.configuration import CHOICES, KeyshiftConfig
 from keyshift.data import find_files
-from keyshift.recipe import Recipe, TextData, Training
+from keyshift.recipe import Engine, Recipe, TextData, Training
 from keyshift.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def run_keyshift(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 def build_only(recipe: Recipe, directory: Path, **options: object) -> None:
     """In place of `compare`: the recipe is sound down to its models."""
     for variant in recipe.grid().values():
-        runs.config_of(variant, vocab_size=300, sequence_length=32)
+        runs.config_of(variant, runs.Sizes(300, 32))
     sys.exit("built")
 
 
@@ -276,13 +276,14 @@ def test_every_choice_is_documented() -> None:
 @pytest.mark.parametrize(
     ("heading", "fields"),
     [
-        ("### Top level", Recipe.model_fields),
-        ("### `[data]`", TextData.model_fields),
-        ("### `[training]`", Training.model_fields),
+        ("## Top level", Recipe.model_fields),
+        ("## `[data]`", TextData.model_fields),
+        ("## `[training]`", Training.model_fields),
+        ("## `[engine]`", Engine.model_fields),
     ],
 )
 def test_every_key_of_a_recipe_is_documented_with_its_default(heading: str, fields: dict) -> None:
-    rows = table(section("docs/compare.md", heading))
+    rows = table(section("docs/recipes.md", heading))
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         shown = rows[name][0].strip("`").strip('"')
@@ -294,7 +295,7 @@ def test_every_key_of_a_recipe_is_documented_with_its_default(heading: str, fiel
 
 def test_every_key_of_a_task_is_documented_with_its_default() -> None:
     for name, task in TASKS.items():
-        rows = table(section("docs/compare.md", f'#### `"{name}"`'))
+        rows = table(section("docs/recipes.md", f'### `"{name}"`'))
         defaults = {field.name: str(field.default) for field in dataclasses.fields(task)}
         assert {key: cells[0] for key, cells in rows.items()} == defaults, name
 

@@ -25,7 +25,7 @@ from keyshift.recipe import (
     load_recipe,
     parse_recipe,
 )
-from keyshift.runs import Sources, config_of, parameters, plan
+from keyshift.runs import Sizes, Sources, config_of, parameters, plan
 from keyshift.tasks import Examined
 
 VALID = {"title": "t", "task": {"name": "induction"}, "variants": {"a": {"attention": "gqa"}}}
@@ -40,7 +40,7 @@ def reads_text(name: str) -> bool:
 def test_built_in_recipes_are_valid_down_to_their_models(name):
     recipe = load_recipe(name, {"data.paths": ["x.txt"]} if reads_text(name) else None)
     for variant in recipe.grid().values():
-        config_of(variant, vocab_size=300, sequence_length=32)
+        config_of(variant, Sizes(300, 32))
 
 
 def test_the_induction_recipe_holds_what_the_readme_promises():
@@ -147,10 +147,10 @@ def test_a_missing_recipe_names_the_nearest(tmp_path):
 def test_contradicting_settings_name_the_variant():
     recipe = parse_recipe({**VALID, "variants": {"odd": {"attention": "mqa", "num_key_value_heads": 2}}}, "r")
     with pytest.raises(UserError, match="variant 'odd': attention='mqa'"):
-        config_of(recipe.grid()["odd"], vocab_size=8, sequence_length=16)
+        config_of(recipe.grid()["odd"], Sizes(8, 16))
     short = parse_recipe({**VALID, "model": {"max_position_embeddings": 8}}, "r")
     with pytest.raises(UserError, match="max_position_embeddings=8 is below sequence_length=16"):
-        config_of(short.grid()["a"], vocab_size=8, sequence_length=16)
+        config_of(short.grid()["a"], Sizes(8, 16))
 
 
 def test_the_three_axes_are_recipe_fields():
@@ -277,7 +277,7 @@ def test_the_papers_recipes_have_three_sizes_and_models_that_fit_each(name):
         assert recipe.comparisons
         for variant in recipe.grid().values():
             length = variant.sequence_length or build_task(variant.task).sequence_length
-            config_of(variant, vocab_size=300, sequence_length=length)
+            config_of(variant, Sizes(300, length))
         assert recipe.seeds >= (3 if size == "small" else 1)
 
 
@@ -528,13 +528,16 @@ def test_a_wrong_type_is_named_in_one_line(tmp_path: Path, text: str, message: s
     assert len(str(caught.value)) < 220 + len(str(path))
 
 
+NUMBERS = set(Training.model_fields) - {"schedule", "clipping", "unstable"}
+
+
 @pytest.mark.parametrize("value", [True, False, "3", "0.5", "", [1]])
 @pytest.mark.parametrize(
     "place",
     [
         "seeds",
         *(f"data.{key}" for key in ("vocab_size", "sequence_length", "validation_fraction", "task_share")),
-        *(f"training.{key}" for key in Training.model_fields if key != "schedule"),
+        *(f"training.{key}" for key in sorted(NUMBERS)),
     ],
 )
 def test_only_a_number_is_taken_for_one(place: str, value: object) -> None:

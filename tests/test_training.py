@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, limit):
     assert done.returncode == 7, done.stderr
     assert "step 8" in done.stdout
     assert len(done.stdout.strip().splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "metrics.jsonl"}
     resumed = model(seed=5)
     train(resumed, SOURCE, SETTINGS, tmp_path, seed=0, resume=True)
     straight = model()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from keyshift.data import TextData
+from keyshift.corpus import reopen
 from keyshift.errors import UserError, first_line, nearest
 from keyshift.recipe import Recipe
 from keyshift.results import RunResult
@@ -85,8 +85,7 @@ class Cluster:
 def execute_on_cluster(
     runs: Sequence[Run],
     recipe: Recipe,
-    text: Path | None,
-    folder: Path,
+    out: Path,
     cluster: Cluster,
     *,
     resume: bool,
@@ -101,21 +100,20 @@ def execute_on_cluster(
     jobs that have not begun are cancelled; whatever else ends this call cancels all.
 
     Args:
-        text: the folder of the prepared text, if the recipe reads text.
-        folder: for what submitit writes, logs among it; the cluster's nodes share it.
+        out: the folder of the comparison, which the cluster's nodes share: what submitit writes goes to
+            ``jobs`` in it, logs among it.
 
     Raises:
         UserError: the cluster refuses the parameters or the jobs.
     """
     if not runs:
         return
-    folder = folder.resolve()
+    folder = (out / "jobs").resolve()
     halt = folder / "stop"
     halt.unlink(missing_ok=True)
     for run in runs:
         (run.directory / STANDING).unlink(missing_ok=True)
-    where = None if text is None else text.resolve()
-    work = [Work(_absolute(run), recipe, where, halt, resume) for run in runs]
+    work = [Work(_absolute(run), recipe, out.resolve(), halt, resume) for run in runs]
     jobs = dict(zip(runs, _submitted(work, cluster.executor(folder)), strict=True))
     asked = time.monotonic()
     try:
@@ -198,13 +196,13 @@ class Work:
 
     run: Run
     recipe: Recipe
-    text: Path | None
+    out: Path
     halt: Path
     resume: bool
 
     def __call__(self) -> RunResult:
         _use_allocated_cores()
-        sources = Sources(self.recipe, None if self.text is None else TextData.open(self.text))
+        sources = Sources(self.recipe, reopen(self.recipe, self.out))
         notice = _Notice()
         reporting = _Reporting(self.run.directory / STANDING, self.halt)
         result = attempt(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 
 from keyshift.attention.shift import Shift
 from keyshift.cache import cache_bytes_per_token
 from keyshift.cluster import Cluster, execute_on_cluster
-from keyshift.data import TextData, prepare
-from keyshift.errors import UserError, first_line
+from keyshift.corpus import Corpus, text_of
+from keyshift.errors import UserError
+from keyshift.folder import RECIPE_FILE, check_folder, claimed, keep_recipe
 from keyshift.measure import decode_seconds, measured_bytes_per_token
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.parallel import execute_parallel
@@ -26,16 +23,8 @@ from keyshift.provenance import command_line, environment, moment
 from keyshift.recipe import Recipe
 from keyshift.report import write_report
 from keyshift.results import Report, RunResult, VariantResult
-from keyshift.runs import DONE, Run, Sources, execute, known, plan, write_json, written
+from keyshift.runs import DONE, Run, Sources, execute, known, plan, written
 from keyshift.training import Progress, TaskSource
-
-RECIPE_FILE = "recipe.json"
-WORDS = {"title", "paper", "verdict", "comparisons"}
-"""What may change in a recipe without changing a run."""
-OWN_FILES = {
-    *(RECIPE_FILE, ".lock", "data", "jobs", "runs", "figures"),
-    *("report.json", "report.html", "report.md"),
-}
 
 
 @dataclass(frozen=True)
@@ -95,12 +84,11 @@ def compare(
         raise UserError(f"jobs={jobs} must be at least 1")
     if cluster is not None:
         cluster.check(jobs, out / "jobs")
-    with _claimed(out):
-        _check_folder(recipe, out, resume)
+    with claimed(out):
+        check_folder(recipe, out, resume=resume)
         sources = Sources(recipe, _text(recipe, out, hooks))
         runs = plan(recipe, sources, out)
-        with written(out):
-            write_json(out / RECIPE_FILE, recipe.model_dump(mode="json"))
+        keep_recipe(recipe, out)
         results = {run: known(run) for run in runs}
         left = [run for run in runs if results[run].status not in DONE]
         hooks.planned(left)
@@ -135,13 +123,11 @@ def _trained(
 
 def _execute_all(runs: list[Run], sources: Sources, way: _Way, hooks: Hooks) -> None:
     """Train the runs: in this process one after the other, in several others, or on the cluster."""
-    text = None if sources.text is None else way.out / "data"
     if way.cluster is not None:
         execute_on_cluster(
             runs,
             sources.recipe,
-            text,
-            way.out / "jobs",
+            way.out,
             way.cluster,
             resume=way.resume,
             stop=hooks.stop,
@@ -153,7 +139,7 @@ def _execute_all(runs: list[Run], sources: Sources, way: _Way, hooks: Hooks) -> 
         execute_parallel(
             runs,
             sources.recipe,
-            text,
+            way.out,
             jobs=way.jobs,
             resume=way.resume,
             stop=hooks.stop,
@@ -165,77 +151,22 @@ def _execute_all(runs: list[Run], sources: Sources, way: _Way, hooks: Hooks) -> 
         if hooks.stop():
             return
         told = partial(hooks.progress, run)
-        source = sources.of(run.variant)
-        hooks.finished(run, execute(run, source, resume=way.resume, stop=hooks.stop, on_progress=told))
+        hooks.finished(run, execute(run, sources, resume=way.resume, stop=hooks.stop, on_progress=told))
 
 
-@contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Hold ``out`` for this process, and clear away what a killed one left half-written."""
-    lock = filelock.FileLock(out / ".lock", timeout=0)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise UserError(f"out={out} is in use by another run; wait for it or pass another --out") from error
-    except OSError as error:
-        raise UserError(
-            f"out={out} cannot be used as a folder ({error.strerror}); pass another --out"
-        ) from error
-    try:
-        for leftover in (*out.glob(".data-*"), *out.glob(".*.tmp")):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        yield
-    finally:
-        lock.release()
-
-
-def _check_folder(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Refuse a folder with other things in it, and to overwrite results or mix those of two recipes."""
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in OWN_FILES)
-    if foreign:
-        raise UserError(f"out={out} holds other files ({foreign[0]}); pass an empty or new --out")
-    kept = out / RECIPE_FILE
-    if not kept.exists():
-        return
-    if not resume:
-        raise UserError(f"out={out} holds results already; pass --resume to go on, or another --out")
-    now = recipe.model_dump(mode="json")
-    try:
-        before = json.loads(kept.read_text())
-    except ValueError as error:
-        raise UserError(f"{kept} is damaged ({first_line(error)}); pass another --out") from error
-    changed = [key for key in now if key not in WORDS and now[key] != before.get(key)]
-    if changed:
-        raise UserError(
-            f"out={out} was made with a different recipe (changed: {', '.join(changed)}); pass another --out"
-        )
-
-
-def _text(recipe: Recipe, out: Path, hooks: Hooks) -> TextData | None:
-    """The recipe's text, prepared in ``out``; None for a recipe of a task alone."""
-    settings = recipe.data
-    if settings is None:
-        return None
+def _text(recipe: Recipe, out: Path, hooks: Hooks) -> Corpus | None:
+    """The recipe's text; None for a recipe of a task alone."""
 
     def preparing(done: int, total: int) -> None:
         if hooks.stop():
-            raise KeyboardInterrupt  # nothing to save yet
+            raise KeyboardInterrupt  # what is prepared so far is kept
         hooks.preparing(done, total)
 
-    largest = max(recipe.grid().values(), key=lambda v: v.training.batch_size * (v.sequence_length or 0))
-    assert largest.sequence_length is not None
-    return prepare(
-        settings.paths,
-        out / "data",
-        tokenizer=settings.tokenizer,
-        vocab_size=settings.vocab_size,
-        sequence_length=largest.sequence_length,
-        batch_size=largest.training.batch_size,
-        validation_fraction=settings.validation_fraction,
-        progress=preparing,
-        keep=(out / RECIPE_FILE).exists(),
-    )
+    if recipe.data is not None and recipe.data.stream:
+        raise UserError(
+            "data.stream is for one run: use keyshift train, or prepare the text and name its folder"
+        )
+    return text_of(recipe, out, keep=(out / RECIPE_FILE).exists(), progress=preparing)
 
 
 def _facts(runs: list[Run], sources: Sources) -> dict[str, Any]:

@@ -1,16 +1,25 @@
-"""What a model's cache really takes, and how long a token takes."""
+"""What a model's cache really takes, how long a token takes, and what its shifts have learned."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from typing import Literal
 
 import torch
 
+from keyshift.attention.shift import Shift
 from keyshift.cache import KeyshiftCache
 from keyshift.modeling import KeyshiftForCausalLM
+from keyshift.results import ShiftWeights
 
 ROUNDS = 32
+
+SHIFTS: dict[str, Literal["query", "key", "value"]] = {
+    "query_shift": "query",
+    "key_shift": "key",
+    "value_shift": "value",
+}
 
 
 @torch.inference_mode()
@@ -51,3 +60,19 @@ def decode_seconds(models: list[KeyshiftForCausalLM], prompt_length: int) -> lis
             times[index].append(time.perf_counter() - began)
             states[index] = (model, cache, logits)
     return [statistics.median(each) for each in times]
+
+
+def learned_shifts(model: KeyshiftForCausalLM) -> list[ShiftWeights]:
+    """Every head's mixing weights: α of keys, β of values, γ of queries.
+
+    Of a sharded model all processes must ask.
+    """
+    found = []
+    for layer, block in enumerate(model.model.layers):
+        for attribute, role in SHIFTS.items():
+            shift: Shift | None = getattr(block.self_attn, attribute)
+            if shift is not None:
+                weights = shift.weights().detach()
+                whole = weights.full_tensor() if hasattr(weights, "full_tensor") else weights
+                found.append(ShiftWeights(layer=layer, of=role, weights=whole.float().tolist()))
+    return found

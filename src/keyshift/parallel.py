@@ -24,7 +24,7 @@ from typing import IO
 
 import torch
 
-from keyshift.data import TextData
+from keyshift.corpus import reopen
 from keyshift.errors import RunError
 from keyshift.recipe import Recipe
 from keyshift.results import RunResult
@@ -71,7 +71,7 @@ class _Worker:
 def execute_parallel(
     runs: Sequence[Run],
     recipe: Recipe,
-    text: Path | None,
+    out: Path,
     *,
     jobs: int,
     resume: bool,
@@ -86,12 +86,12 @@ def execute_parallel(
     true, running ones save a checkpoint and end; no more are begun. No worker outlives this call.
 
     Args:
-        text: the folder of the prepared text, if the recipe reads text.
+        out: the folder of the comparison, which holds the prepared text.
 
     Raises:
         RunError: no worker process is left and no more of them begin.
     """
-    pool = _Pool(deque(runs), (recipe, text, resume), min(jobs, len(runs)), on_progress, on_result)
+    pool = _Pool(deque(runs), (recipe, out, resume), min(jobs, len(runs)), on_progress, on_result)
     try:
         pool.start()
         while pool.workers:
@@ -108,7 +108,7 @@ class _Pool:
     def __init__(
         self,
         waiting: deque[Run],
-        settings: tuple[Recipe, Path | None, bool],
+        settings: tuple[Recipe, Path, bool],
         size: int,
         on_progress: Callable[[Run, Progress], None],
         on_result: Callable[[Run, RunResult], None],
@@ -262,8 +262,8 @@ def serve(descriptor: int, screen: int) -> None:
     Once it has begun, what it prints goes to ``screen``: standard output may be the parent's table as JSON.
     """
     connection = Connection(descriptor)
-    recipe, text, resume = connection.recv()
-    sources = Sources(recipe, None if text is None else TextData.open(text))
+    recipe, out, resume = connection.recv()
+    sources = Sources(recipe, reopen(recipe, out))
     with contextlib.suppress(EOFError, OSError):  # of the connection: there is no more, or no parent
         for standard in (1, 2):
             os.dup2(screen, standard)

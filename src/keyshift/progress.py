@@ -79,6 +79,15 @@ def stages(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
+def fitting(facts: Sequence[str], room: int) -> str:
+    """As many of the first facts as a line has room for beside a name, a bar, steps and time."""
+    shown = ""
+    for longer in accumulate(facts, "{} {}".format):
+        if len(longer) <= room:
+            shown = longer
+    return shown
+
+
 @dataclass
 class _Display:
     bars: Progress
@@ -116,7 +125,8 @@ class _Display:
         current = self.current[run]
         current.step = standing.step
         rates = current.rates(standing, run.tokens_per_step)
-        self.bars.update(current.bar, completed=standing.step, rates=self._fitting(rates, run.name))
+        room = self.console.width - len(run.name) - 2 * len(str(self.steps)) - 25
+        self.bars.update(current.bar, completed=standing.step, rates=fitting(rates, room))
         done = self.steps_done + sum(each.step - each.first for each in self.current.values())
         if self.overall is not None:
             self.bars.update(self.overall, completed=done, total=self.steps)
@@ -124,15 +134,6 @@ class _Display:
             left = (time.monotonic() - self.started) * (self.steps / max(1, done) - 1) / 60
             where = f"{self.runs_done}/{self.runs} runs done; {run.name}, step {standing.step}/{steps}"
             self._say(f"{where}: {', '.join([*rates, f'{left:.0f} min left'])}")
-
-    def _fitting(self, rates: Sequence[str], name: str) -> str:
-        """As many of the rates as a line has room for beside the name, the bar, the steps and the time."""
-        room = self.console.width - len(name) - 2 * len(str(self.steps)) - 25
-        shown = ""
-        for longer in accumulate(rates, "{} {}".format):
-            if len(longer) <= room:
-                shown = longer
-        return shown
 
     def finished(self, run: Run, result: RunResult) -> None:
         self.runs_done += 1

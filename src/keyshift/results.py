@@ -48,6 +48,10 @@ class RunResult(Record):
     message: str | None = Field(None, description="why the run did not finish")
     steps: int = Field(0, description="optimiser steps taken")
     curve: list[Point] = Field([], description="held-out evaluations, in order")
+    skipped: int = Field(0, description="steps left out: a NaN, an infinity or a spike")
+    induction: list[tuple[int, float]] = Field(
+        [], description="(step, the best head's induction score on repeated random tokens), where probed"
+    )
     train_loss: list[tuple[int, float]] = Field([], description="(step, training loss) as logged")
     train_tokens_per_second: float | None = Field(
         None, description="from the median optimiser step, without data, evaluation and saving"

@@ -6,43 +6,45 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import filelock
 import torch
 import transformers
 
-from keyshift.attention.shift import Shift
 from keyshift.configuration import KeyshiftConfig
-from keyshift.data import TextData
+from keyshift.corpus import Corpus
+from keyshift.data import StreamedText
 from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
+from keyshift.measure import learned_shifts
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.provenance import environment
 from keyshift.recipe import VARIANT, Recipe, Variant, build_task
-from keyshift.results import Point, RunResult, ShiftWeights
+from keyshift.results import Point, RunResult
 from keyshift.training import (
     BatchSource,
     MixedSource,
     Outcome,
     Progress,
+    StreamSource,
     TaskSource,
     TextSource,
+    is_first,
     newest_checkpoint,
+    step_of,
     train,
 )
 
-SHIFTS: dict[str, Literal["query", "key", "value"]] = {
-    "query_shift": "query",
-    "key_shift": "key",
-    "value_shift": "value",
-}
-
 DONE = ("finished", "diverged")
 """How a run ends that is not to be repeated."""
+
+WIDE = 1024
+"""An ``intermediate_size`` from here on is kept a multiple of 8, as products on GPUs want it: what is lost of
+equality is less than a thousandth."""
 
 PATIENCE = 60.0
 """Seconds to wait for another process to let a run's folder go: a worker without parent saves and ends."""
@@ -72,7 +74,7 @@ class Run:
 class Sources:
     """What the variants of a recipe train on; those with the same data share a source."""
 
-    def __init__(self, recipe: Recipe, text: TextData | None):
+    def __init__(self, recipe: Recipe, text: Corpus | None):
         self.recipe, self.text = recipe, text
         self.made: dict[str, BatchSource] = {}
 
@@ -92,7 +94,8 @@ class Sources:
             assert variant.task is not None
             return TaskSource(build_task(variant.task))
         assert variant.sequence_length is not None
-        text = TextSource(self.text, variant.sequence_length)
+        streamed = isinstance(self.text, StreamedText)
+        text = (StreamSource if streamed else TextSource)(self.text, variant.sequence_length)
         if self.recipe.data.task_share is None:
             return text
         assert variant.task is not None
@@ -106,23 +109,54 @@ def plan(recipe: Recipe, sources: Sources, out: Path) -> list[Run]:
     Raises:
         UserError: variants whose settings contradict each other, or names too alike to make folders of.
     """
+    models = models_of(recipe, sources.of)
+    return [
+        run_of(name, seed, models, recipe, sources, out) for seed in range(recipe.seeds) for name in models
+    ]
+
+
+def run_of(
+    name: str, seed: int, models: dict[str, KeyshiftConfig], recipe: Recipe, sources: Sources, out: Path
+) -> Run:
+    """One variant with one seed, and its place in ``out``; ``models`` is what `models_of` gave."""
+    variant = recipe.grid()[name]
+    tokens = variant.training.batch_size * sources.of(variant).sequence_length
+    return Run(variant, models[name], seed, out / "runs" / _slug(name) / f"seed-{seed}", tokens)
+
+
+class Sized(Protocol):
+    """What a model has to know of its data."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def special_tokens(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Data that nobody has read yet, as far as a model has to know it."""
+
+    vocab_size: int
+    sequence_length: int
+    special_tokens: dict[str, int] = field(default_factory=dict)
+
+
+def models_of(recipe: Recipe, data_of: Callable[[Variant], Sized]) -> dict[str, KeyshiftConfig]:
+    """The model of every variant, by name.
+
+    Raises:
+        UserError: as `plan`.
+    """
     grid = recipe.grid()
-    folders = {name: _slug(name) for name in grid}
-    if len(set(folders.values())) < len(folders):
+    if len({_slug(name) for name in grid}) < len(grid):
         raise UserError(f"variants {list(grid)} have names too alike to make folders of; rename some")
-    models = {}
-    for name, variant in grid.items():
-        source = sources.of(variant)
-        models[name] = config_of(variant, source.vocab_size, source.sequence_length)
-    if recipe.equal_parameters is not None:
-        models = {name: _as_large(name, grid, models, recipe.equal_parameters) for name in grid}
-    runs = []
-    for seed in range(recipe.seeds):
-        for name, variant in grid.items():
-            tokens = variant.training.batch_size * sources.of(variant).sequence_length
-            place = out / "runs" / folders[name] / f"seed-{seed}"
-            runs.append(Run(variant, models[name], seed, place, tokens))
-    return runs
+    models = {name: config_of(variant, data_of(variant)) for name, variant in grid.items()}
+    if recipe.equal_parameters is None:
+        return models
+    return {name: _as_large(name, grid, models, recipe.equal_parameters) for name in grid}
 
 
 def _as_large(
@@ -137,6 +171,8 @@ def _as_large(
     config = models[name]
     per_channel = 3 * config.hidden_size * config.num_hidden_layers
     channels = config.intermediate_size + round((parameters(target) - parameters(config)) / per_channel)
+    if channels >= WIDE:
+        channels = round(channels / 8) * 8
     if config.mlp == "none" or channels < 1:
         raise UserError(
             f"variant {name!r} cannot be made as large as equal_parameters={reference!r} by its "
@@ -151,17 +187,18 @@ def parameters(config: KeyshiftConfig) -> int:
         return KeyshiftForCausalLM(config).num_parameters()
 
 
-def config_of(variant: Variant, vocab_size: int, sequence_length: int) -> KeyshiftConfig:
+def config_of(variant: Variant, source: Sized) -> KeyshiftConfig:
     """The model of a variant. Raises `UserError`, naming the variant, for settings that contradict."""
-    sizes = {"max_position_embeddings": sequence_length, **variant.model}
+    length = source.sequence_length
+    sizes = {"max_position_embeddings": length, **source.special_tokens, **variant.model}
     try:
-        config = KeyshiftConfig(vocab_size=vocab_size, **sizes)
+        config = KeyshiftConfig(vocab_size=source.vocab_size, **sizes)
     except UserError as error:
         raise UserError(f"variant {variant.name!r}: {error}") from error
-    if config.max_position_embeddings < sequence_length:
+    if config.max_position_embeddings < length:
         raise UserError(
             f"variant {variant.name!r}: max_position_embeddings={config.max_position_embeddings} is below "
-            f"sequence_length={sequence_length}; raise it or leave it out"
+            f"sequence_length={length}; raise it or leave it out"
         )
     return config
 
@@ -185,7 +222,7 @@ def known(run: Run) -> RunResult:
 def failed(run: Run, message: str) -> RunResult:
     """The result of a run that something went wrong with; its steps are those of its newest checkpoint."""
     kept = newest_checkpoint(run.directory)
-    steps = 0 if kept is None else int(kept.name.rsplit("-", 1)[1])
+    steps = 0 if kept is None else step_of(kept)
     return RunResult(seed=run.seed, status="failed", message=message, steps=steps)
 
 
@@ -203,7 +240,7 @@ def attempt(
     """
     transformers.utils.logging.disable_progress_bar()  # one for every checkpoint, where nobody looks
     try:
-        return execute(run, sources.of(run.variant), resume=resume, stop=stop, on_progress=on_progress)
+        return execute(run, sources, resume=resume, stop=stop, on_progress=on_progress)
     except (UserError, RunError) as error:
         return failed(run, str(error))
     except Exception as error:
@@ -215,24 +252,26 @@ def attempt(
 
 def execute(
     run: Run,
-    source: BatchSource,
+    sources: Sources,
     *,
     resume: bool,
+    trackers: Sequence[str] = (),
     stop: Callable[[], bool],
     on_progress: Callable[[Progress], None],
 ) -> RunResult:
     """Train a run from its newest checkpoint (``resume``) or its beginning, and keep what came of it.
 
-    A result is written if the run finished or diverged: neither is repeated.
+    A result is written if the run finished or diverged: neither is repeated. Processes that torchrun started
+    all call this and train it together; the first one holds the folder and writes.
 
     Raises:
         RunError: a checkpoint or the result could not be written, or another process trains this run.
     """
-    with _claimed(run):
+    with _claimed(run) if is_first() else nullcontext():
         result = known(run)  # anew: another process may have finished it while this one waited for the folder
         if not resume or result.status not in DONE:
-            result = _trained(run, source, resume, stop, on_progress)
-        if result.status in DONE:
+            result = _trained(run, sources, resume, trackers, stop, on_progress)
+        if result.status in DONE and is_first():
             with written(run.directory):
                 write_json(run.directory / "result.json", result.model_dump(mode="json"))
     return result
@@ -258,12 +297,14 @@ def _claimed(run: Run) -> Iterator[None]:
 
 def _trained(
     run: Run,
-    source: BatchSource,
+    sources: Sources,
     resume: bool,
+    trackers: Sequence[str],
     stop: Callable[[], bool],
     on_progress: Callable[[Progress], None],
 ) -> RunResult:
     transformers.set_seed(run.seed)
+    source = sources.of(run.variant)
     model = KeyshiftForCausalLM(run.config)
     try:
         outcome = train(
@@ -272,7 +313,9 @@ def _trained(
             run.variant.training,
             run.directory,
             seed=run.seed,
+            engine=sources.recipe.engine,
             resume=resume,
+            trackers=trackers,
             stop=stop,
             on_progress=on_progress,
         )
@@ -295,6 +338,8 @@ def _result(run: Run, model: KeyshiftForCausalLM, outcome: Outcome, source: Batc
         message=f"stopped at step {outcome.steps}" if outcome.interrupted else None,
         steps=outcome.steps,
         curve=_curve(outcome.history, run),
+        skipped=outcome.skipped,
+        induction=[(int(e["step"]), e["probe_induction"]) for e in outcome.history if "probe_induction" in e],
         train_loss=[(int(entry["step"]), entry["loss"]) for entry in outcome.history if "loss" in entry],
         train_tokens_per_second=run.tokens_per_step / outcome.step_seconds if outcome.step_seconds else None,
         shift_weights=learned_shifts(model),
@@ -315,18 +360,6 @@ def _curve(history: list[dict[str, float]], run: Run) -> list[Point]:
         for entry in history
         if "eval_loss" in entry
     ]
-
-
-def learned_shifts(model: KeyshiftForCausalLM) -> list[ShiftWeights]:
-    """Every head's mixing weights: α of keys, β of values, γ of queries."""
-    found = []
-    for layer, block in enumerate(model.model.layers):
-        for attribute, role in SHIFTS.items():
-            shift: Shift | None = getattr(block.self_attn, attribute)
-            if shift is not None:
-                weights = shift.weights().detach().float().tolist()
-                found.append(ShiftWeights(layer=layer, of=role, weights=weights))
-    return found
 
 
 @contextmanager

@@ -165,7 +165,8 @@ class _Mix(torch.autograd.Function):
             grad_x[:, :-back].addcmul_(reached, weights_WGRD[back])
             grad_weights[back] = (reached * x_BTGRD[:, :-back]).flatten(0, 1).sum(0)
         grad_x = grad_x[:, :, :, 0] if grad_x.shape[3] == 1 else grad_x.sum(3)
-        return grad_x, grad_weights.sum(-1).flatten(1).T.to(weights.dtype), None
+        grad_WH = grad_weights.sum(-1).flatten(1).to(weights.dtype)
+        return grad_x, grad_WH.T.clone(memory_format=torch.contiguous_format), None  # DDP wants these strides
 
 
 def _by_group(x_BTGD: Tensor, weights_HW: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keyshift.circuits.capture import AttentionCall, Observer
 from keyshift.circuits.marks import KINDS, Convention, Kind, Marks, check_convention
@@ -18,6 +19,25 @@ from keyshift.circuits.model import CircuitModel
 from keyshift.circuits.repeats import Repeats, in_batches
 
 INDUCTION = KINDS.index("induction")
+
+
+class WatchedLayer(Protocol):
+    """One attention layer: the module that attends, and its number of query heads."""
+
+    @property
+    def attention(self) -> nn.Module: ...
+    @property
+    def heads(self) -> int: ...
+
+
+class Watched(Protocol):
+    """What scores ask of a model: `CircuitModel` answers, and so does whoever trains one."""
+
+    @property
+    def layers(self) -> Sequence[WatchedLayer]: ...
+    @property
+    def device(self) -> torch.device: ...
+    def watch(self, ids_BT: Tensor, mask_BT: Tensor | None, observer: Observer, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +56,7 @@ class HeadScores:
 
 
 def head_scores(
-    model: CircuitModel,
+    model: Watched,
     sequences: Repeats | Tensor,
     mask_ST: Tensor | None = None,
     convention: Convention = "paper",
@@ -74,7 +94,7 @@ def head_scores(
 class _Tally:
     """Sums over sequences and rows, of every layer."""
 
-    def __init__(self, model: CircuitModel):
+    def __init__(self, model: Watched):
         self.layer_of = {id(layer.attention): index for index, layer in enumerate(model.layers)}
         self.sums = [_zeros(layer.heads, len(KINDS)) for layer in model.layers]
         self.even = [_zeros(len(KINDS)) for _ in model.layers]

@@ -46,7 +46,7 @@ def compare(
 ) -> None:
     """Train several variants on one task or on your own text; write one report."""
     from keyshift.progress import follow
-    from keyshift.recipe import SMALL, builtin_recipes, load_recipe
+    from keyshift.recipe import load_recipe, results_folder
 
     overrides = {
         "seeds": seeds,
@@ -57,8 +57,7 @@ def compare(
     }
     chosen = {key: value for key, value in overrides.items() if value is not None}
     loaded = load_recipe(recipe, {**chosen, **dict(setting(text) for text in settings or [])}, size)
-    name = recipe if recipe in builtin_recipes() else Path(recipe).stem
-    directory = out or (Path("runs") if size == SMALL else Path("runs") / size) / name
+    directory = out or results_folder(recipe, size)
     console = Console(stderr=as_json, highlight=False)
     stop = Interruption()
     from keyshift.cluster import Cluster

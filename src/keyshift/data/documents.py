@@ -9,7 +9,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from keyshift.data.compression import COMPRESSIONS, opened
 from keyshift.errors import UserError, first_line
 
 _DOCUMENT_BYTES = 16 * 1024  # plain text longer than this is cut into several documents
@@ -22,7 +24,8 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
     Each path is a file, a folder (searched recursively, links to folders not followed) or a glob (``**``
     included; a folder it matches is searched). Folders and globs yield the supported suffixes, in either
-    case, and skip hidden files and folders; what is named outright is taken even if hidden.
+    case, and skip hidden files and folders; what is named outright is taken even if hidden. Text and JSON
+    lines may be compressed: ``.jsonl.gz``, ``.txt.zst``.
 
     Raises ``UserError`` for a missing path, a path without any supported file, a file named outright with
     another suffix, and a file or folder that may not be read.
@@ -78,11 +81,17 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _supported(path: str | Path) -> bool:
-    return Path(path).suffix.lower() in _READERS and os.path.isfile(path)
+    return _kind(Path(path)) in _READERS and os.path.isfile(path)
+
+
+def _kind(path: Path) -> str:
+    """The suffix that says how a file is read, without that of a compression (parquet compresses inside)."""
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    return before if last in COMPRESSIONS and before != ".parquet" else last
 
 
 def _suffixes() -> str:
-    return ", ".join(_READERS)
+    return f"{', '.join(_READERS)}; all but parquet also compressed: {', '.join(COMPRESSIONS)}"
 
 
 def _check_readable(file: Path) -> None:
@@ -93,44 +102,51 @@ def _check_readable(file: Path) -> None:
         raise UserError(f"PATH {str(file)!r}: cannot be read ({reason}); change its permissions") from error
 
 
-def read_documents(files: Iterable[Path]) -> Iterator[str]:
+def read_documents(files: Iterable[Path], column: str = "text") -> Iterator[str]:
     """The documents of ``files`` (as ``find_files`` returns them), streamed in order; blank ones skipped.
 
     - ``.txt``, ``.md``: UTF-8, byte order mark accepted. A file of up to 16 KiB is one document. A longer
       one is cut after the first blank line past each 16 KiB; where the 16 KiB after that hold none, after
       their first newline; where they hold no newline, at 32 KiB. Nothing is dropped and line ends are left
       as they are.
-    - ``.jsonl``: one JSON object per line, the document is its string ``"text"``; blank lines are skipped.
-    - ``.parquet``: the column ``text``, nulls skipped.
+    - ``.jsonl``: one JSON object per line, the document is its string ``column``; blank lines are skipped.
+    - ``.parquet``: the column ``column``, nulls skipped.
 
     Raises ``UserError`` for a binary or wrongly encoded text file (with the byte offset), a malformed line
-    (with its number), a corrupt parquet file or one without the column, a file that cannot be read, and
-    when there is no document at all.
+    (with its number), a corrupt parquet or compressed file, a missing column (with those that are there), a
+    file that cannot be read, and when there is no document at all.
     """
-    return (document for document, _ in read_with_positions(files))
-
-
-def read_with_positions(files: Iterable[Path]) -> Iterator[tuple[str, int]]:
-    """``read_documents``, each with the bytes of input read so far: over all files, for progress."""
     empty = True
-    earlier = 0
     for file in files:
-        try:
-            for document, position in _READERS[file.suffix.lower()](file):
-                if document and not document.isspace():
-                    empty = False
-                    yield document, earlier + position
-            earlier += file.stat().st_size
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
+        for document, _ in read_file(file, column):
+            empty = False
+            yield document
     if empty:
-        raise UserError("PATH: the files hold no text, every document is empty; pass files with text")
+        raise no_text()
 
 
-def _read_text(path: Path) -> Iterator[tuple[str, int]]:
+def no_text() -> UserError:
+    """What to say of files without a single document."""
+    return UserError("PATH: the files hold no text, every document is empty; pass files with text")
+
+
+def read_file(file: Path, column: str) -> Iterator[tuple[str, int]]:
+    """The documents of one file, each with the bytes of the file read by then. See ``read_documents``.
+
+    A file without documents is no error here.
+    """
+    try:
+        for document, position in _READERS[_kind(file)](file, column):
+            if document and not document.isspace():
+                yield document, position
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
+
+
+def _read_text(path: Path, column: str) -> Iterator[tuple[str, int]]:
     # Cutting bytes and decoding each piece keeps the offsets in error messages exact. Newlines never fall
     # inside a UTF-8 sequence; after a hard cut the decoder leaves a split character to the next piece.
-    with path.open("rb") as handle:
+    with opened(path) as (handle, position):
         offset = 0
         buffer = b""
         while True:
@@ -147,7 +163,7 @@ def _read_text(path: Path) -> Iterator[tuple[str, int]]:
                 raise UserError(
                     f"{path}: not UTF-8 at byte {offset + error.start} ({error.reason}); pass UTF-8 text"
                 ) from error
-            yield document.removeprefix("\ufeff") if offset == 0 else document, offset + used
+            yield document.removeprefix("\ufeff") if offset == 0 else document, position()
             offset += used
             buffer = buffer[used:]
 
@@ -159,25 +175,27 @@ def _cut(buffer: bytes) -> int:
     return buffer.find(b"\n", _DOCUMENT_BYTES) + 1 or len(buffer)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, int]]:
-    with path.open("rb") as handle:
-        position = 0
+def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, int]]:
+    with opened(path) as (handle, position):
         for number, line in enumerate(handle, start=1):
-            position += len(line)
             if not line.strip():
                 continue
+            row: Any = None
             try:
-                document = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))["text"]
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                document = row[column]
                 document.encode()  # a string, and one without the lone surrogates that JSON can spell
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                fields = f", its fields: {', '.join(row)}" if isinstance(row, dict) else ""
                 raise UserError(
-                    f'{path}:{number}: not a JSON object with a string "text" '
-                    f'({type(error).__name__}: {error}); each line should be like {{"text": "..."}}'
+                    f'{path}:{number}: not a JSON object with a string "{column}" '
+                    f"({type(error).__name__}: {first_line(error)}{fields}); "
+                    f'each line should be like {{"{column}": "..."}}, or pass another column'
                 ) from error
-            yield document, position
+            yield document, position()
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
+def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -187,16 +205,18 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
         # With a buffer pyarrow streams the pages of a row group; without, it reads the column chunk at once.
         with parquet.ParquetFile(path, buffer_size=1024 * 1024) as file:
             columns = file.schema_arrow.names
-            if "text" not in columns:
-                raise UserError(f'{path}: no column "text"; its columns: {", ".join(columns)}')
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=["text"]):
+            if column not in columns:
+                raise UserError(f'{path}: no column "{column}"; its columns: {", ".join(columns)}')
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
                 for document in batch.column(0).to_pylist():
                     rows += 1
                     if document is None:
                         continue
                     if not isinstance(document, str):
                         kind = type(document).__name__
-                        raise UserError(f'{path}: column "text" holds {kind} values; it should hold strings')
+                        raise UserError(
+                            f'{path}: column "{column}" holds {kind} values; it should hold strings'
+                        )
                     yield document, size * rows // file.metadata.num_rows
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UserError(
@@ -204,7 +224,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
         ) from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, int]]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, int]]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,

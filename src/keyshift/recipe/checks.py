@@ -7,13 +7,17 @@ from typing import Any
 
 from keyshift.errors import UserError, nearest
 from keyshift.recipe.comparisons import check_comparisons
-from keyshift.recipe.schema import OVERRIDABLE, VARIANT, Recipe, Variant
+from keyshift.recipe.schema import OVERRIDABLE, VARIANT, Recipe, TextData, Variant
 from keyshift.recipe.task_table import build_task, task_of
 from keyshift.recipe.wording import as_table, key_path, shown
 
 
-def check_recipe(recipe: Recipe, origin: str) -> None:
-    """Raises `UserError`, naming ``origin``, for the first thing that does not fit the others."""
+def check_recipe(recipe: Recipe, origin: str, *, text_named: bool = True) -> None:
+    """Raises `UserError`, naming ``origin``, for the first thing that does not fit the others; without
+    ``text_named`` it need not say where text is.
+    """
+    if recipe.data is not None:
+        _check_text(recipe.data, origin, text_named)
     if recipe.task is not None and recipe.data is not None and recipe.data.model_fields_set <= {"paths"}:
         raise UserError(f"recipe {origin} trains on a task and reads no text; leave out {recipe.data.paths}")
     if VARIANT in recipe.axes:
@@ -130,10 +134,6 @@ def _check_sources(recipe: Recipe, variant: Variant, origin: str) -> None:
             f"recipe {origin}: data.task_share={share} of training.batch_size={rows} rows leaves none for "
             f"{'the task' if share < 0.5 else 'text'}; change one of them"
         )
-    if data is not None and not data.paths:
-        raise UserError(
-            f"recipe {origin}: no text to read; name files or folders after it, or set data.paths"
-        )
     if task is None:
         if variant.training.until_accuracy is not None:
             raise UserError(
@@ -147,6 +147,25 @@ def _check_sources(recipe: Recipe, variant: Variant, origin: str) -> None:
         build_task(task, vocab_size=data.vocab_size, sequence_length=variant.sequence_length)
     else:  # the size of a tokenizer that is to be loaded is not known
         task_of(task)
+
+
+def _check_text(data: TextData, origin: str, text_named: bool) -> None:
+    """Raises `UserError` unless it is said once where the text is, and how a stream of it is read."""
+    named = [name for name in ("paths", "mixture", "dataset") if getattr(data, name)]
+    if not named and text_named and data.model_fields_set != {"paths"}:
+        raise UserError(
+            f"recipe {origin}: no text to read; name files or folders after it, or set data.paths"
+        )
+    if len(named) > 1:
+        raise UserError(
+            f"recipe {origin}: data.{named[0]} and data.{named[1]} both say where the text is; keep one"
+        )
+    if data.stream and data.mixture:
+        raise UserError(f"recipe {origin}: data.stream reads one source, not data.mixture; leave one out")
+    if data.stream and data.tokenizer is None:
+        raise UserError(
+            f"recipe {origin}: data.stream=true needs data.tokenizer: none can be trained on unread text"
+        )
 
 
 def config_fields() -> list[str]:

@@ -33,9 +33,19 @@ class Section(BaseModel):
 
 
 class TextData(Section):
-    """Real text: files to read, and how to tokenise and cut them."""
+    """Real text: where it is, and how to tokenise and cut it."""
 
-    paths: list[str] = []
+    paths: list[str] = Field(
+        [], description="files, folders or globs to read; or the folder that `keyshift data prepare` wrote"
+    )
+    mixture: dict[str, float] = Field(
+        {}, description="folders that `keyshift data prepare` wrote -> their shares, in place of paths"
+    )
+    dataset: str | None = Field(None, description="a Hugging Face data set, in place of paths")
+    dataset_config: str | None = Field(None, description="which of its configurations")
+    split: str = Field("train", description="of the data set")
+    column: str = Field("text", description="of the data set, of jsonl and of parquet: where the text is")
+    stream: bool = Field(False, description="tokenise while training goes on, in order, and prepare nothing")
     tokenizer: str | None = Field(
         None, description="name or folder; None trains one on the training documents"
     )
@@ -58,10 +68,22 @@ class Training(Section):
     weight_decay: float = Field(0.1, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    clipping: Literal["norm", "zclip"] = Field(
+        "norm", description="of gradients: zclip goes by the norm's z-score among recent steps"
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="the norm that clipping = norm allows")
+    unstable: Literal["stop", "skip"] = Field(
+        "stop", description="at a NaN, an infinity or a spike: end the run, or leave out the step"
+    )
+    spike_zscore: float | None = Field(
+        None, gt=0, description="a loss so many standard deviations above its recent mean is a spike"
+    )
     eval_steps: int = Field(25, ge=1)
     eval_batches: int = Field(4, ge=1)
     save_steps: int = Field(200, ge=1)
+    probe_steps: int | None = Field(
+        None, ge=1, description="how often heads are measured: induction scores, α and β; None: never"
+    )
     until_accuracy: float | None = Field(
         None, gt=0, le=1, description="end a run at the first evaluation that reaches it; None: all steps"
     )
@@ -69,6 +91,25 @@ class Training(Section):
     shift_weight_decay: float | None = Field(
         None, ge=0, description="of α, β, γ; None is weight_decay, as for any weight"
     )
+
+
+class Engine(Section):
+    """How training is computed: but for rounding, nothing here changes what comes out."""
+
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="rows that a process computes at a time; None: all of its share of a batch"
+    )
+    processes: int | None = Field(
+        None, ge=1, description="how many torchrun must have started, or it is an error; None: any number"
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="of several processes: each holds the model, or (FSDP2) a share of it"
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of products; auto: bfloat16 on a GPU that has it, else float32"
+    )
+    compile: bool = Field(False, description="blocks through torch.compile")
+    gradient_checkpointing: bool = Field(False, description="activations computed again, not kept")
 
 
 class Comparison(Section):
@@ -113,6 +154,7 @@ class Recipe(Section):
     task: dict[str, Any] | None = None
     data: TextData | None = None
     training: Training = Training()
+    engine: Engine = Engine()
     model: dict[str, Any] = Field({}, description="KeyshiftConfig fields that all variants share")
     variants: dict[str, dict[str, Any]] = Field(min_length=1, description="name -> KeyshiftConfig fields")
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
@@ -158,7 +200,12 @@ class Recipe(Section):
         return Variant(name, labels, model, training, task, length)
 
 
-TABLES: dict[str, type[BaseModel]] = {"data": TextData, "training": Training, "comparisons": Comparison}
+TABLES: dict[str, type[BaseModel]] = {
+    "data": TextData,
+    "training": Training,
+    "engine": Engine,
+    "comparisons": Comparison,
+}
 """The keys of a recipe that hold one of the tables above, or a list of them."""
 
 

@@ -32,4 +32,4 @@ def score(model: Any, batches: Iterable[dict[str, Tensor]]) -> tuple[float, int,
             correct += int((logits.argmax(-1) == answers).sum())
             count += len(answers)
     model.train(training)
-    return loss, correct, max(count, 1)
+    return loss, correct, count

@@ -1,15 +1,32 @@
 """Training: transformers' Trainer behind one function."""
 
-from keyshift.training.engine import Outcome, Progress, newest_checkpoint, train
-from keyshift.training.sources import BatchSource, MixedSource, TaskSource, TextSource
+from keyshift.training.checkpoints import newest_checkpoint, step_of
+from keyshift.training.engine import TRACKERS, Outcome, train
+from keyshift.training.processes import is_first, launched, uses_bfloat16
+from keyshift.training.sources import (
+    BatchSource,
+    Corpus,
+    MixedSource,
+    StreamSource,
+    TaskSource,
+    TextSource,
+)
+from keyshift.training.watch import Progress
 
 __all__ = [
+    "TRACKERS",
     "BatchSource",
+    "Corpus",
     "MixedSource",
     "Outcome",
     "Progress",
+    "StreamSource",
     "TaskSource",
     "TextSource",
+    "is_first",
+    "launched",
     "newest_checkpoint",
+    "step_of",
     "train",
+    "uses_bfloat16",
 ]

@@ -1,42 +1,51 @@
-"""One training engine for everything: transformers' Trainer, with atomic checkpoints and a watch for NaN."""
+"""One training engine for everything: transformers' Trainer on one process or many, as recipes want it."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import shutil
-import statistics
-import time
-from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
 
-from keyshift.attention.shift import Shift
-from keyshift.errors import NonFiniteLoss, RunError, UserError, first_line
+from keyshift.errors import UserError
 from keyshift.modeling import KeyshiftForCausalLM
-from keyshift.recipe import Training
-from keyshift.training.sources import Batch, BatchSource
-
-LOGGING_STEPS = 10
-"""How often a step's training loss is logged: that step's own, so that it does not depend on resumptions."""
+from keyshift.recipe import Engine, Training
+from keyshift.training.checkpoints import (
+    OWN_STATE,
+    SHARDS,
+    check_readable,
+    clear_leftovers,
+    load_weights_,
+    newest_checkpoint,
+)
+from keyshift.training.lines import Lines
+from keyshift.training.probe import FILE as PROBES
+from keyshift.training.probe import Probe
+from keyshift.training.processes import (
+    check_processes,
+    is_first,
+    launched,
+    shard_,
+    uses_bfloat16,
+    wait_for_all,
+)
+from keyshift.training.sources import BatchSource
+from keyshift.training.trainer import KeyshiftTrainer
+from keyshift.training.watch import Progress, Watch
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
+TRACKERS = ("tensorboard", "trackio", "wandb")
+"""Where metrics can go beside ``metrics.jsonl``, through transformers' own callbacks."""
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: ``metrics`` holds the latest loss, held-out loss and accuracy that are known."""
-
-    step: int
-    metrics: dict[str, float]
+MATCHED_ROWS = 512
+"""Keys are matched to queries on so many rows of the first batch at most."""
 
 
 @dataclass
@@ -46,14 +55,16 @@ class Outcome:
     Attributes:
         steps: optimiser steps taken in all, over resumed parts.
         interrupted: ``stop`` asked for the end; a checkpoint was saved.
-        history: what the Trainer logged: dictionaries with ``step`` and ``loss`` or ``eval_*``.
+        history: what was logged: dictionaries with ``step`` and ``loss`` or ``eval_*``.
         step_seconds: median wall time of an optimiser step without data, evaluation and saving.
+        skipped: how many steps were left out (`Training.unstable`).
     """
 
     steps: int
     interrupted: bool
     history: list[dict[str, float]]
     step_seconds: float | None
+    skipped: int = 0
 
 
 def train(
@@ -63,191 +74,160 @@ def train(
     directory: Path,
     *,
     seed: int,
+    engine: Engine | None = None,
     resume: bool = False,
+    trackers: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
     """Train ``model`` in place and leave its newest checkpoint in ``directory``.
 
+    Processes that torchrun started train together, each on its share of every batch; all must call. The
+    first one writes. Losses and gradients are means over all labels that count, whichever process has them.
+
     Args:
         source: the data; batch ``step`` of ``seed`` is the same whatever happened before.
-        directory: holds ``checkpoint-N`` folders in transformers' layout, each a loadable model.
-        resume: go on from the newest checkpoint, if there is one. On one CPU process the result is bit-equal
-            to an uninterrupted run.
-        stop: asked after every step; True saves a checkpoint and ends the run.
+        directory: holds ``checkpoint-N`` folders in transformers' layout, each a loadable model, and
+            ``metrics.jsonl``: a line for everything that was logged.
+        resume: go on from the newest checkpoint, if there is one. On one CPU process, and on two, the result
+            is bit-equal to an uninterrupted run.
+        trackers: some of `TRACKERS`.
+        stop: asked after every step; True in any process saves a checkpoint and ends the run in all.
 
     Raises:
-        NonFiniteLoss: the loss or a weight is NaN or infinite.
+        NonFiniteLoss: the loss or a weight is NaN or infinite, or the loss is a spike, and
+            ``settings.unstable`` does not skip it.
         RunError: a checkpoint cannot be written; the previous one is intact.
-        UserError: the checkpoint to resume from cannot be read.
+        UserError: the checkpoint to resume from cannot be read, a batch cannot be shared out evenly, other
+            processes than ``engine`` wants.
     """
-    trainer = _KeyshiftTrainer(model, source, settings, directory, seed)
-    watch = _Watch(trainer, stop, on_progress)
+    engine = engine or Engine()
+    arguments = _arguments(settings, engine, directory, seed, _checked(trackers))
+    check_processes(engine, arguments.world_size)
+    accumulation = _accumulation(settings, engine)
+    arguments.gradient_accumulation_steps = accumulation
+    if is_first():
+        clear_leftovers(directory)
+    checkpoint = newest_checkpoint(directory) if resume else None
+    _prepare(model, source, settings, engine, checkpoint, arguments.device, seed)
+    trainer = KeyshiftTrainer(model, source, settings, engine, arguments, directory, seed)
+    watch = Watch(trainer, stop, on_progress)
     trainer.add_callback(watch)
     trainer.remove_callback(PrinterCallback)
-    checkpoint = newest_checkpoint(directory) if resume else None
-    if checkpoint is None and model.config.key_map_init == "matched":
-        first = source.train_batch(seed, 0, settings.batch_size)
-        model.match_keys_(
-            **{name: tensor.to(model.device) for name, tensor in first.items() if name != "labels"}
-        )
+    files = [trainer.metrics]
+    if settings.probe_steps is not None:
+        files.append(Lines(directory / PROBES, writing=is_first()))
+        trainer.add_callback(Probe(trainer, settings.probe_steps, files[-1]))
     if checkpoint is not None:
-        _check_readable(checkpoint)
+        _restore(trainer, checkpoint)
+    for file in files:
+        file.keep_until(trainer.first_step)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    wait_for_all()
     state = trainer.state
-    return Outcome(state.global_step, watch.stopped, list(state.log_history), watch.step_seconds())
+    return Outcome(
+        state.global_step, watch.stopped, list(state.log_history), watch.step_seconds(), trainer.guard.skipped
+    )
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The ``checkpoint-N`` folder with the largest N, or None."""
-    found = [path for path in directory.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
-    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+def _prepare(
+    model: KeyshiftForCausalLM,
+    source: BatchSource,
+    settings: Training,
+    engine: Engine,
+    checkpoint: Path | None,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Everything that is done to a model before it is trained: start, memory, compilation, shares."""
+    if checkpoint is not None:
+        check_readable(checkpoint)
+        if (checkpoint / SHARDS).is_dir() != (engine.parallel == "fsdp"):
+            raise UserError(
+                f"engine.parallel={engine.parallel!r}: {checkpoint} was saved the other way; resume it so"
+            )
+    elif model.config.key_map_init == "matched":
+        first = source.train_batch(seed, 0, settings.batch_size)
+        rows = {name: tensor[:MATCHED_ROWS] for name, tensor in first.items() if name != "labels"}
+        model.to(device).match_keys_(**{name: tensor.to(device) for name, tensor in rows.items()})
+    if engine.gradient_checkpointing:
+        # transformers renamed it between the ends of the range that is supported.
+        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable()
+    blocks: Sequence[nn.Module] = list(model.model.layers)
+    if engine.compile:
+        for block in blocks:  # in place: names of weights stay; block by block: equal ones compile once
+            block.compile()
+    if engine.parallel == "fsdp":
+        if checkpoint is not None:
+            load_weights_(model, checkpoint)
+        dtype = torch.bfloat16 if uses_bfloat16(engine) else torch.float32
+        shard_(model, blocks, device, dtype)
+        model._is_accelerate_prepared = True  # accelerate would wrap it once more
 
 
-def _check_readable(checkpoint: Path) -> None:
-    """Read every file that resuming needs: what is missing or damaged is named now, not halfway."""
-    try:
-        with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
-            weights.keys()
-        for name in ("optimizer.pt", "scheduler.pt"):
-            torch.load(checkpoint / name, map_location="cpu", weights_only=True)
-        for name in ("config.json", "trainer_state.json"):
-            json.loads((checkpoint / name).read_text())
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+def _restore(trainer: KeyshiftTrainer, checkpoint: Path) -> None:
+    """What the checkpoint says beside what transformers' Trainer reads itself."""
+    trainer.first_step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    kept = checkpoint / OWN_STATE
+    if kept.exists():
+        own = json.loads(kept.read_text())
+        trainer.guard.load_state_dict(own["guard"])
+        if own.get("source") is not None:
+            cast(Any, trainer.source).load_state_dict(own["source"])
+
+
+def _accumulation(settings: Training, engine: Engine) -> int:
+    """How many micro-batches a process computes for a step.
+
+    Raises:
+        UserError: a batch that cannot be shared out evenly.
+    """
+    rows, processes = settings.batch_size, launched()
+    if rows % processes:
         raise UserError(
-            f"checkpoint {checkpoint} cannot be read ({first_line(error)}); delete it to resume from the "
-            "start"
-        ) from error
-
-
-class _Steps(Dataset[Batch]):
-    """The training batches as a dataset: item ``step`` is a whole batch."""
-
-    def __init__(self, source: BatchSource, settings: Training, seed: int):
-        self.source, self.settings, self.seed = source, settings, seed
-
-    def __len__(self) -> int:
-        return self.settings.steps
-
-    def __getitem__(self, step: int) -> Batch:
-        return self.source.train_batch(self.seed, step, self.settings.batch_size)
-
-
-class _KeyshiftTrainer(Trainer):
-    """The Trainer with our data order, evaluation, atomic checkpoints and checks for NaN."""
-
-    def __init__(
-        self,
-        model: KeyshiftForCausalLM,
-        source: BatchSource,
-        settings: Training,
-        directory: Path,
-        seed: int,
-    ):
-        self.source, self.settings = source, settings
-        self.step_loss = torch.tensor(torch.nan)
-        self.staging = directory / ".saving"
-        super().__init__(
-            model=model,
-            args=_arguments(settings, directory, seed),
-            train_dataset=_Steps(source, settings, seed),
-            eval_dataset=[],  # evaluate() below asks the source instead
-            data_collator=_only,
+            f"training.batch_size={rows} cannot be shared out evenly over {processes} processes; "
+            f"use a multiple of {processes}"
         )
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        """AdamW with the shift weights in a group of their own (`Training.shift_learning_rate`)."""
-        if self.optimizer is not None:
-            return self.optimizer
-        optimizer = super().create_optimizer(model)
-        shifts = {id(m.weight) for m in self.model.modules() if isinstance(m, Shift)}
-        settings = self.settings
-        decay = settings.weight_decay if settings.shift_weight_decay is None else settings.shift_weight_decay
-        own = {"lr": settings.learning_rate * settings.shift_learning_rate, "weight_decay": decay}
-        mixing = []
-        for group in optimizer.param_groups:
-            mixing += [parameter for parameter in group["params"] if id(parameter) in shifts]
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in shifts]
-        if mixing:
-            optimizer.add_param_group({"params": mixing, **own})
-        return optimizer
-
-    def _get_train_sampler(self, train_dataset: Dataset[Batch] | None = None) -> SequentialSampler:
-        return SequentialSampler(cast(Sized, train_dataset or self.train_dataset))
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if not bool(torch.isfinite(loss)):
-            raise self._not_finite(self.state.global_step + 1, f"loss is {loss.item()}")
-        self.step_loss = loss
-        return loss
-
-    def _not_finite(self, step: int, what: str) -> NonFiniteLoss:
-        return NonFiniteLoss(step, what, self.state.log_history)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self.model.eval()
-        measured = self.source.validate(self.model, self.settings.batch_size, self.settings.eval_batches)
-        metrics = {f"eval_{name}": value for name, value in measured.items()}
-        self.log(metrics)
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.staging)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write beside, then rename: a checkpoint is there whole or not at all, and the last one stays till
-        then."""
-        step = self.state.global_step
-        for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                raise self._not_finite(step, f"weight {name} is not finite")
-        shutil.rmtree(self.staging, ignore_errors=True)
-        try:
-            super()._save_checkpoint(model, trial)
-            if self.source.tokenizer_path is not None:
-                shutil.copytree(
-                    self.source.tokenizer_path, self.staging / f"checkpoint-{step}", dirs_exist_ok=True
-                )
-            self._publish(step)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise RunError(
-                f"cannot save the checkpoint of step {step} in {self.staging.parent} ({first_line(error)}); "
-                "the previous checkpoint is intact: free some space and pass --resume"
-            ) from error
-        finally:
-            shutil.rmtree(self.staging, ignore_errors=True)
-
-    def _publish(self, step: int) -> None:
-        directory = self.staging.parent
-        fresh = directory / f"checkpoint-{step}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        os.replace(self.staging / fresh.name, fresh)
-        for old in directory.glob("checkpoint-*"):
-            if old != fresh:
-                shutil.rmtree(old)
+    share = rows // processes
+    micro = engine.micro_batch_size or share
+    if share % micro:
+        raise UserError(
+            f"engine.micro_batch_size={micro} does not divide the {share} rows that each of {processes} "
+            f"processes has of training.batch_size={rows}"
+        )
+    return share // micro
 
 
-def _only(batches: list[Batch]) -> Batch:
-    """The collator: an item of the dataset is a batch already."""
-    (batch,) = batches
-    return batch
+def _checked(trackers: Sequence[str]) -> list[str]:
+    from importlib.util import find_spec
+
+    for name in trackers:
+        if name not in TRACKERS:
+            raise UserError(f"tracker {name!r} is not known; use some of {', '.join(TRACKERS)}")
+        if find_spec(name) is None:
+            raise UserError(f"tracker {name!r} is not installed; pip install {name}")
+    return list(trackers)
 
 
-def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArguments:
+def _arguments(
+    settings: Training, engine: Engine, directory: Path, seed: int, trackers: list[str]
+) -> TrainingArguments:
+    """transformers' settings. Creating them connects the processes."""
+    if "tensorboard" in trackers:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(directory / "tensorboard"))
     arguments = TrainingArguments(
         output_dir=str(directory),
         max_steps=settings.steps,
-        per_device_train_batch_size=1,  # batches, not sequences: see _Steps
+        per_device_train_batch_size=1,  # micro-batches, not sequences: see trainer.MicroBatches
         learning_rate=settings.learning_rate,
         lr_scheduler_type=SCHEDULES[settings.schedule],
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
-        max_grad_norm=settings.max_grad_norm,
-        logging_strategy="no",  # it would log means since the last resumption: see _Watch.on_step_end
+        max_grad_norm=settings.max_grad_norm,  # not None, nor 0: see trainer.KeyshiftTrainer._clip_grad_norm
+        logging_strategy="no",  # it would log means since the last resumption: see Watch.on_step_end
         logging_nan_inf_filter=False,
         eval_strategy="steps",
         eval_steps=settings.eval_steps,
@@ -255,56 +235,14 @@ def _arguments(settings: Training, directory: Path, seed: int) -> TrainingArgume
         save_steps=settings.save_steps,
         seed=seed,
         data_seed=seed,
+        bf16=uses_bfloat16(engine) and engine.parallel == "ddp",
         use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         disable_tqdm=True,
-        report_to=[],
+        report_to=trackers,
+        run_name=directory.name,
     )
     if arguments.n_gpu > 1:  # one process would split every batch over all of them
         arguments._n_gpu = 1
     return arguments
-
-
-@dataclass
-class _Watch(TrainerCallback):
-    """Progress out, requests to stop in, steps timed, clipped shift weights kept in range."""
-
-    trainer: _KeyshiftTrainer
-    stop: Callable[[], bool]
-    on_progress: Callable[[Progress], None]
-    stopped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    began: float = 0.0
-
-    def step_seconds(self) -> float | None:
-        return statistics.median(self.seconds) if self.seconds else None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        getattr(model, "module", model).constrain_()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
-        if state.global_step % LOGGING_STEPS == 0:
-            self.trainer.log({"loss": self.trainer.step_loss.item()})
-        self.on_progress(Progress(state.global_step, self.metrics))
-        last = state.global_step >= state.max_steps
-        if last:
-            control.should_evaluate = control.should_save = True
-        elif self.stop():
-            self.stopped = True
-            control.should_save = control.should_training_stop = True
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
-    ) -> None:
-        wanted = self.trainer.settings.until_accuracy
-        if wanted is not None and metrics.get("eval_accuracy", 0.0) >= wanted:
-            control.should_save = control.should_training_stop = True
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        known = {name: value for name, value in logs.items() if name == "loss" or name.startswith("eval_")}
-        self.metrics = {**self.metrics, **known}

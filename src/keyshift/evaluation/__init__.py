@@ -1,0 +1,1 @@
+"""Trained models scored: benchmarks through lm-evaluation-harness, in-context learning, long contexts."""

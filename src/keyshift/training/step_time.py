@@ -1,0 +1,117 @@
+"""How long a training step takes on this machine: one is computed and timed, where that is possible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from keyshift.configuration import KeyshiftConfig
+from keyshift.recipe import Engine, Training
+from keyshift.training.budget import flops_per_token, memory_bytes, micro_batch_rows
+
+ROUNDS = 3
+"""Timed passes after one that warms up; the fastest counts."""
+
+PATIENCE = 60.0
+"""Seconds that a pass may be expected to take."""
+
+PROBE = 1024
+"""Rows and columns of the product that tells what the machine can do."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one process, or why they are not known.
+
+    Attributes:
+        micro_batch: forward and backward pass of one micro-batch.
+        update: AdamW's step. What processes tell each other is in neither.
+        why_not: None if both are known.
+    """
+
+    micro_batch: float | None = None
+    update: float | None = None
+    why_not: str | None = None
+
+
+def time_step(
+    config: KeyshiftConfig,
+    training: Training,
+    engine: Engine,
+    *,
+    sequence_length: int,
+    world_size: int,
+    half: bool,
+) -> StepTime:
+    """Time one process's share of a step on this machine's GPU, or CPU without one.
+
+    Random tokens, a model with fresh weights, nothing compiled. Not timed is what would not fit into the
+    memory that is free, or would take longer than `PATIENCE`: the result says so.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = micro_batch_rows(training, engine, world_size)
+    alone = engine.model_copy(update={"parallel": "ddp"})  # a share of a sharded model does not run by itself
+    needed = sum(
+        memory_bytes(
+            config, alone, rows=rows, sequence_length=sequence_length, world_size=1, half=half
+        ).values()
+    )
+    free = _free_bytes(device)
+    if needed > free:
+        return StepTime(why_not=f"one needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free here")
+    expected = flops_per_token(config, sequence_length) * rows * sequence_length / _rate(device, half)
+    if expected > PATIENCE:
+        return StepTime(
+            why_not=f"{rows} rows would take some {expected / 60:.3g} minutes on this {device.type}"
+        )
+    return _timed(config, alone, rows, sequence_length, device, half)
+
+
+def _timed(
+    config: KeyshiftConfig, engine: Engine, rows: int, sequence_length: int, device: torch.device, half: bool
+) -> StepTime:
+    from keyshift.modeling import KeyshiftForCausalLM
+
+    with device:
+        model = KeyshiftForCausalLM(config).train()
+        ids = torch.randint(config.vocab_size, (rows, sequence_length))
+    if engine.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=half)
+
+    def micro_batch() -> None:
+        with cast:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    return StepTime(_fastest(micro_batch, device), _fastest(optimizer.step, device))
+
+
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of some rounds."""
+    taken = []
+    for _ in range(1 + ROUNDS):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
+
+
+def _rate(device: torch.device, half: bool) -> float:
+    """FLOPs per second of a large product here."""
+    factor = torch.randn(PROBE, PROBE, device=device, dtype=torch.bfloat16 if half else torch.float32)
+    return 2 * PROBE**3 / _fastest(lambda: factor @ factor, device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    import psutil
+
+    return int(psutil.virtual_memory().available)
