@@ -257,3 +257,34 @@ def test_an_unreachable_hub_says_how_to_work_offline(tmp_path: Path, offline: st
     assert "cannot be reached" in last
     assert "HF_HUB_OFFLINE=1" in last
     assert "local folder" in last
+
+
+def test_a_folder_with_a_card_has_its_configurations(tmp_path: Path) -> None:
+    """As the hub lays them out, and ``hf download`` brings them."""
+    card = "configs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*"
+    write(tmp_path / "set/README.md", f"---\n{card}\n---\n")
+    for name, documents in (("sample/10BT", sentences(30)), ("data", sentences(9, seed=1))):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        write_parquet(tmp_path / "set" / name / "000.parquet", {"text": documents})
+    source = data.DatasetSource(str(tmp_path / "set"), "sample-10BT")
+    assert list(source.read()) == sentences(30)
+    with fails("config sample-350BT"):
+        data.DatasetSource(str(tmp_path / "set"), "sample-350BT").facts()
+
+
+def test_a_data_set_that_was_fetched_before_is_read_offline(tmp_path: Path) -> None:
+    """From the cache of the library; what is in it was made here, under the name of one on the hub."""
+    (tmp_path / "name").mkdir()
+    write_parquet(tmp_path / "name/train-0.parquet", {"text": sentences(50)})
+    script = (
+        "import datasets, os, pathlib; from keyshift import data\n"
+        f"datasets.load_dataset({str(tmp_path / 'name')!r})\n"
+        "cache = pathlib.Path(os.environ['HF_HOME'], 'datasets')\n"
+        "(cache / 'name').rename(cache / 'org___name')\n"
+        "print(*data.DatasetSource('org/name').read(), sep='\\n')"
+    )
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.stdout.splitlines() == sentences(50), done.stderr

@@ -245,21 +245,27 @@ def test_an_error_in_the_text_ends_the_workers_too(tmp_path: Path, corpus: Path,
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_work_with_one_line(
-    tmp_path: Path, corpus: Path, tokenizer: str
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a machine short of memory does; what was finished is taken up."""
-    prepare(corpus, tmp_path / "whole", tokenizer)
+    """As a machine short of memory does, in the middle of the work; what was finished is taken up."""
+    monkeypatch.setattr(data.preparing, "_PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(data.workers, "_POLL_SECONDS", 0.02)
+    file = write_jsonl(tmp_path / "a.jsonl", sentences(20_000))
+    settings = {"shard_bytes": 20_000}
+    prepare(file, tmp_path / "whole", tokenizer, **settings)
+    killed: list[int] = []
 
     def kill(done: int, total: int) -> None:
         for child in psutil.Process().children():
-            if done and "spawn_main" in " ".join(child.cmdline()):
+            if done > 100_000 and not killed and "spawn_main" in " ".join(child.cmdline()):
                 child.kill()
-                return
+                killed.append(child.pid)
 
     with pytest.raises(RunError, match="workers=2") as caught:
-        prepare(corpus, tmp_path / "store", tokenizer, workers=2, progress=kill)
+        prepare(file, tmp_path / "store", tokenizer, workers=2, progress=kill, **settings)
     assert "\n" not in str(caught.value)
-    prepare(corpus, tmp_path / "store", tokenizer)
+    assert len(list((tmp_path / ".store.partial/records").iterdir())) > 3
+    prepare(file, tmp_path / "store", tokenizer, **settings)
     assert content(tmp_path / "store") == content(tmp_path / "whole")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import shlex
@@ -81,6 +82,9 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (config,) = (block for block in fences(ROOT / "docs/caches.md") if block.file == "config.json")
     Path("path/to").mkdir(parents=True)
     Path("path/to/config.json").write_text(config.text)
+    Path("runs/corpus/prose").mkdir(parents=True)  # in place of what scripts/corpus.py fetches
+    stories = [json.dumps({"text": f"Story {n} is about {n * n % 97} tokens. " * 40}) for n in range(300)]
+    Path("runs/corpus/prose/stories.jsonl").write_text("\n".join(stories))
     names: dict[str, object] = {"__name__": "__main__"}
     printed: dict[str, str] = {}
     last = ""
@@ -149,9 +153,15 @@ def check_python(arguments: list[str]) -> None:
     assert all(option in sources for option in options if option.startswith("--"))
 
 
+SHORT = ["training.steps=2", "training.batch_size=2", "training.eval_batches=1", "engine.micro_batch_size=1"]
+"""What a documented training is cut to."""
+
+
 def run_keyshift(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """The command line in this process; a long comparison stops once its models were built."""
     steps = dict(itertools.pairwise(arguments)).get("--steps")
+    if arguments[0] == "train" and "--dry-run" not in arguments:
+        arguments = [*arguments, *SHORT]
     real = arguments[0] != "compare" or (Path(arguments[1]).exists() and steps and int(steps) <= CHEAP_STEPS)
     output = io.StringIO()
     with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
@@ -312,3 +322,5 @@ def test_every_option_is_documented() -> None:
     assert table(section("docs/compare.md", "## Options")).keys() == options("compare")
     assert table(section("docs/caches.md", "## The table for a model you have")).keys() == options("cache")
     assert table(section("docs/circuits.md", "## Options")).keys() - {"MODEL"} == options("circuits")
+    assert table(section("docs/evaluate.md", "## Options")).keys() == options("eval")
+    assert table(section("docs/pretrain.md", "## Options")).keys() == options("train")

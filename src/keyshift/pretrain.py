@@ -13,7 +13,15 @@ from keyshift.folder import check_folder, claimed, keep_recipe
 from keyshift.recipe import Recipe, Variant, build_task
 from keyshift.results import RunResult
 from keyshift.runs import DONE, Run, Sized, Sizes, Sources, execute, known, models_of, run_of
-from keyshift.training import Progress, TaskSource, is_first, launched, newest_checkpoint, uses_bfloat16
+from keyshift.training import (
+    Progress,
+    TaskSource,
+    check_before,
+    is_first,
+    launched,
+    newest_checkpoint,
+    uses_bfloat16,
+)
 from keyshift.training.budget import budget
 from keyshift.training.step_time import time_step
 
@@ -83,6 +91,7 @@ def pretrain(
     name = choose(recipe, variant)
     if seed < 0:
         raise UserError(f"seed={seed} must be at least 0")
+    check_before(recipe.grid()[name].training, recipe.engine, trackers)
     with claimed(out, patience=PATIENCE):
         check_folder(recipe, out, resume=True)
         if is_first():

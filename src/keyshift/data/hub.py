@@ -89,7 +89,7 @@ class DatasetSource:
         if isinstance(error, ConnectionError):
             return UserError(
                 f"dataset {self.name!r}: the hub cannot be reached ({reason}); to work offline pass a local "
-                "folder, or set HF_HUB_OFFLINE=1 if it was fetched before"
+                "folder of its files, or set HF_HUB_OFFLINE=1 if load_dataset has it in its cache"
             )
         return UserError(
             f"dataset {self.name!r} (config {self.config}, split {self.split}) cannot be opened ({reason}); "

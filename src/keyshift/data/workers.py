@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +37,35 @@ def write_shards(
     tokenised. Raises ``RunError`` if a worker died; whatever else goes wrong in one is raised here.
     """
     context = multiprocessing.get_context("spawn")
-    stop, tokenised = context.Event(), context.Value("q")
-    pool = ProcessPoolExecutor(workers, context, _start, (stop, tokenised, staging.store, encoder.settings))
-    pending: dict[Future[dict[str, Any]], tuple[int, Any, int]] = {}
+    # Without locks, which a worker that is killed could leave locked for the others.
+    stop, counts = context.RawValue("b"), context.RawArray("q", workers + _WAITING)
+    pool = ProcessPoolExecutor(workers, context, _start, (stop, counts, staging.store, encoder.settings))
+    pending: dict[Future[dict[str, Any]], _Block] = {}
     skipped = begun = reading.bytes_read
-    given = 0  # documents to the workers, with the bytes of the source from ``skipped`` to ``begun``
+    given = finished = 0  # documents, with the bytes of the source from ``skipped`` to ``begun``
 
     def collect(limit: int) -> None:
         """Waits until no more than ``limit`` blocks are under way."""
+        nonlocal finished
         while len(pending) > limit:
-            finished, _ = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
-            for future in finished:
-                number, position, bytes_read = pending.pop(future)
-                staging.record(number, Record(future.result(), position, bytes_read))
-            progress(skipped + (begun - skipped) * tokenised.value // max(given, 1))
+            for future in wait(pending, _POLL_SECONDS, FIRST_COMPLETED).done:
+                block = pending.pop(future)
+                staging.record(block.number, Record(future.result(), block.position, block.bytes_read))
+                finished += block.documents
+            tokenised = finished + sum(counts[block.slot] for block in pending.values())
+            progress(skipped + (begun - skipped) * tokenised // max(given, 1))
 
     try:
-        for number, block in blocks:
-            documents = list(block)
+        for number, texts in blocks:
+            documents = list(texts)
             if number in staging.finished:
                 skipped += reading.bytes_read - begun
             else:
                 given += len(documents)
-                future = pool.submit(_write, number, documents)
-                pending[future] = (number, reading.position, reading.bytes_read)
+                slot = min(set(range(len(counts))) - {block.slot for block in pending.values()})
+                counts[slot] = 0
+                block = _Block(number, slot, len(documents), reading.position, reading.bytes_read)
+                pending[pool.submit(_write, number, slot, documents)] = block
             begun = reading.bytes_read
             del documents
             collect(workers + _WAITING - 1)
@@ -72,27 +76,38 @@ def write_shards(
             "command goes on from the last finished shard, also with fewer workers"
         ) from error
     finally:
-        stop.set()  # cuts short what is under way after an error
+        stop.value = 1  # cuts short what is under way after an error
         pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block under way: where its worker counts documents, and where the source stands after it."""
+
+    number: int
+    slot: int
+    documents: int
+    position: Any
+    bytes_read: int
 
 
 class _Stopped(Exception):
     """The parent wants no more of it."""
 
 
-_stop: Event
-_tokenised: Synchronized[int]
+_stop: Any  # a flag and counts in memory that all processes share
+_counts: Any
 _folder: Path
 _encoder: Encoder
 
 
-def _start(stop: Event, tokenised: Synchronized[int], folder: Path, settings: tuple[Any, ...]) -> None:
+def _start(stop: Any, counts: Any, folder: Path, settings: tuple[Any, ...]) -> None:
     """The beginning of a worker. Ctrl-C in the terminal is for the parent; without a parent it ends."""
-    global _stop, _tokenised, _folder, _encoder
+    global _stop, _counts, _folder, _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _stop, _tokenised, _folder = stop, tokenised, folder
+    _stop, _counts, _folder = stop, counts, folder
     _encoder = Encoder.load(folder / "tokenizer", *settings)
 
 
@@ -103,14 +118,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _write(number: int, documents: list[str]) -> dict[str, Any]:
-    return write_shard(_folder, number, _until_stopped(documents), _encoder)
+def _write(number: int, slot: int, documents: list[str]) -> dict[str, Any]:
+    return write_shard(_folder, number, _counted(documents, slot), _encoder)
 
 
-def _until_stopped(documents: list[str]) -> Iterator[str]:
-    for document in documents:
-        if _stop.is_set():
+def _counted(documents: list[str], slot: int) -> Iterator[str]:
+    for count, document in enumerate(documents, start=1):
+        if _stop.value:
             raise _Stopped
         yield document
-        with _tokenised.get_lock():
-            _tokenised.value += 1
+        _counts[slot] = count

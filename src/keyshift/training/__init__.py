@@ -1,7 +1,7 @@
 """Training: transformers' Trainer behind one function."""
 
 from keyshift.training.checkpoints import newest_checkpoint, step_of
-from keyshift.training.engine import TRACKERS, Outcome, train
+from keyshift.training.engine import TRACKERS, Outcome, check_before, train
 from keyshift.training.processes import is_first, launched, uses_bfloat16
 from keyshift.training.sources import (
     BatchSource,
@@ -23,6 +23,7 @@ __all__ = [
     "StreamSource",
     "TaskSource",
     "TextSource",
+    "check_before",
     "is_first",
     "launched",
     "newest_checkpoint",

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,10 +103,10 @@ def train(
             processes than ``engine`` wants.
     """
     engine = engine or Engine()
-    arguments = _arguments(settings, engine, directory, seed, _checked(trackers))
+    check_before(settings, engine, trackers)
+    arguments = _arguments(settings, engine, directory, seed, list(trackers))
     check_processes(engine, arguments.world_size)
-    accumulation = _accumulation(settings, engine)
-    arguments.gradient_accumulation_steps = accumulation
+    arguments.gradient_accumulation_steps = _accumulation(settings, engine)
     if is_first():
         clear_leftovers(directory)
     checkpoint = newest_checkpoint(directory) if resume else None
@@ -199,15 +200,20 @@ def _accumulation(settings: Training, engine: Engine) -> int:
     return share // micro
 
 
-def _checked(trackers: Sequence[str]) -> list[str]:
-    from importlib.util import find_spec
+def check_before(settings: Training, engine: Engine, trackers: Sequence[str]) -> None:
+    """What can be refused before any text is read.
 
+    Raises:
+        UserError: a tracker that is unknown or not installed, a batch that cannot be shared out evenly, other
+            processes than ``engine`` wants.
+    """
     for name in trackers:
         if name not in TRACKERS:
             raise UserError(f"tracker {name!r} is not known; use some of {', '.join(TRACKERS)}")
         if find_spec(name) is None:
             raise UserError(f"tracker {name!r} is not installed; pip install {name}")
-    return list(trackers)
+    check_processes(engine, launched())
+    _accumulation(settings, engine)
 
 
 def _arguments(
@@ -241,7 +247,9 @@ def _arguments(
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to=trackers,
-        run_name=directory.name,
+        project="keyshift",
+        run_name="/".join(directory.parts[-2:]),  # runs/VARIANT/seed-N
+        trackio_static_space_id=False,  # trackio would publish the run on the hub once it is over
     )
     if arguments.n_gpu > 1:  # one process would split every batch over all of them
         arguments._n_gpu = 1

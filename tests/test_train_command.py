@@ -1,0 +1,279 @@
+"""``keyshift train`` as a user meets it: alone or under torchrun, stopped, gone on with, compared."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from keyshift.compare import compare
+from keyshift.data import FileSource, prepare
+from keyshift.errors import UserError
+from keyshift.pretrain import Watching, choose, pretrain
+from keyshift.recipe import load_recipe
+from keyshift.runs import known
+from keyshift.training import newest_checkpoint
+
+SENTENCE = "the key of a token before it is mixed into that of the token and so it is with values"
+WORDS = SENTENCE.split()
+
+RECIPE = """
+title = "small"
+seeds = 1
+[data]
+vocab_size = 300
+sequence_length = 32
+validation_fraction = 0.3
+[training]
+steps = 12
+batch_size = 4
+eval_steps = 6
+eval_batches = 2
+save_steps = 100
+probe_steps = 6
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+tie_word_embeddings = true
+[variants.GQA]
+[variants."GVA + shift"]
+attention = "gva"
+position = "decoupled_rope"
+qk_rope_head_dim = 4
+shift = "kv"
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a recipe and some text, raw and prepared in two stores of one tokenizer."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "small.toml").write_text(RECIPE)
+    texts = [" ".join(WORDS[(n * k) % len(WORDS)] for k in range(1, 90)) + f" {n}" for n in range(80)]
+    for name, half in (("a", texts[::2]), ("b", texts[1::2])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in half))
+    options = {"vocab_size": 300, "validation_fraction": 0.3, "end_token": True}
+    prepare(FileSource([folder / "a.jsonl"]), folder / "store-a", tokenizer=None, **options)
+    tokenizer = str(folder / "store-a" / "tokenizer")
+    prepare(FileSource([folder / "b.jsonl"]), folder / "store-b", tokenizer=tokenizer, **options)
+    return folder
+
+
+def keyshift(
+    place: Path, *arguments: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, "-m", "keyshift.cli", *arguments]
+    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=place, env=environment)
+
+
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def recipe(place: Path, **overrides):
+    return load_recipe(str(place / "small.toml"), {"data.paths": [str(place / "store-a")], **overrides})
+
+
+def test_a_run_by_itself_is_what_compare_would_have_trained(place, tmp_path):
+    """So that several machines can make one comparison."""
+    run, result = pretrain(recipe(place), tmp_path / "alone", variant="GVA + shift")
+    assert result.status == "finished"
+    assert known(run) == result
+    report = compare(recipe(place), tmp_path / "alone", resume=True)
+    assert report.complete
+    whole = compare(recipe(place), tmp_path / "whole")
+    for ours, theirs in zip(report.variants, whole.variants, strict=True):
+        assert ours.runs[0].curve == theirs.runs[0].curve
+    shifted = next(variant for variant in report.variants if variant.name == "GVA + shift")
+    assert [step for step, _ in shifted.runs[0].induction] == [0, 6, 12]
+
+
+def test_a_checkpoint_is_a_model_with_its_tokenizer(place, tmp_path):
+    run, _ = pretrain(recipe(place), tmp_path, variant="GQA")
+    checkpoint = newest_checkpoint(run.directory)
+    model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.bos_token_id == tokenizer.bos_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    prompt = tokenizer(tokenizer.bos_token + "the key", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=5).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_stopped_and_gone_on_with_it_ends_bit_by_bit_as_if_nothing_had_been(place, tmp_path):
+    asked = iter([False] * 4 + [True])
+    watching = Watching(stop=lambda: next(asked))
+    run, result = pretrain(recipe(place), tmp_path / "parts", variant="GQA", watching=watching)
+    assert (result.status, result.steps) == ("interrupted", 5)
+    with pytest.raises(UserError, match="holds this run already; pass --resume auto"):
+        pretrain(recipe(place), tmp_path / "parts", variant="GQA")
+    _, resumed = pretrain(recipe(place), tmp_path / "parts", variant="GQA", resume=True)
+    _, whole = pretrain(recipe(place), tmp_path / "whole", variant="GQA")
+    assert resumed.curve == whole.curve
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [6, 12]
+
+
+def test_a_folder_of_another_recipe_is_refused_with_the_difference(place, tmp_path):
+    pretrain(recipe(place), tmp_path, variant="GQA")
+    other = recipe(place, **{"training.learning_rate": 0.5, "model.hidden_size": 32})
+    with pytest.raises(
+        UserError, match=r"training.learning_rate was 0.001, is 0.5; model.hidden_size was 16"
+    ):
+        pretrain(other, tmp_path, variant="GQA", resume=True)
+    faster = recipe(place, **{"engine.micro_batch_size": 1})  # how it is computed may change
+    assert pretrain(faster, tmp_path, variant="GQA", resume=True)[1].status == "finished"
+
+
+def test_a_variant_has_to_be_chosen_where_there_are_several(place):
+    with pytest.raises(UserError, match=r"has 2 variants; choose one with --variant: 'GQA', 'GVA . shift'"):
+        choose(recipe(place), None)
+    with pytest.raises(UserError, match="did you mean 'GQA'"):
+        choose(recipe(place), "GQ")
+
+
+def test_stores_are_mixed_and_validated_one_by_one(place, tmp_path):
+    stores = {str(place / "store-a"): 3.0, str(place / "store-b"): 1.0}
+    mixed = load_recipe(str(place / "small.toml"), {"data.mixture": stores})
+    run, result = pretrain(mixed, tmp_path, variant="GQA")
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval_loss" in line][-1]
+    parts = last["eval_loss/store-a"], last["eval_loss/store-b"]
+    assert last["eval_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+    assert result.curve[-1].loss == last["eval_loss"]
+
+
+def test_a_stream_goes_on_where_it_was(place, tmp_path):
+    overrides = {
+        "data.paths": [str(place / "a.jsonl")],
+        "data.stream": True,
+        "data.tokenizer": str(place / "store-a" / "tokenizer"),
+    }
+    streamed = load_recipe(str(place / "small.toml"), overrides)
+    _, whole = pretrain(streamed, tmp_path / "whole", variant="GQA")
+    asked = iter([False] * 6 + [True])
+    watching = Watching(stop=lambda: next(asked))
+    run, _ = pretrain(streamed, tmp_path / "parts", variant="GQA", watching=watching)
+    assert json.loads((newest_checkpoint(run.directory) / "keyshift_state.json").read_text())["source"]
+    _, parts = pretrain(streamed, tmp_path / "parts", variant="GQA", resume=True)
+    assert parts.curve == whole.curve
+    with pytest.raises(UserError, match=r"data\.stream is for one run"):
+        compare(streamed, tmp_path / "compared")
+
+
+def test_the_command_says_how_it_ended_within_80_columns(place):
+    arguments = ("train", "small.toml", "a.jsonl", "training.steps=6", "--variant", "GQA", "--out", "raw")
+    done = keyshift(place, *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "GQA, seed 0: finished after 6 steps"
+    assert re.match(r"held-out loss \d\.\d{4} nats per token, \d\.\d{4} bits per byte", lines[1])
+    assert lines[-1] == "checkpoint: raw/runs/gqa/seed-0/checkpoint-6"
+    assert max(map(len, lines)) <= 80
+    assert json.loads((place / "raw/recipe.json").read_text())["training"]["steps"] == 6
+    again = keyshift(place, *arguments, "--resume", "auto", "--json")
+    assert json.loads(again.stdout)["status"] == "finished"
+    refused = keyshift(place, *arguments)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+
+
+def test_under_torchrun_one_process_speaks_and_the_run_is_the_same(place, tmp_path):
+    arguments = ("train", "small.toml", "store-a", "--variant", "GVA + shift", "--json", "--out")
+    both = keyshift(place, *arguments, str(tmp_path / "two"), launcher=TWO)
+    assert both.returncode == 0, both.stderr
+    alone = keyshift(place, *arguments, str(tmp_path / "one"))
+    losses = [[point["loss"] for point in json.loads(done.stdout)["curve"]] for done in (both, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(place, tmp_path, number):
+    command = [sys.executable, "-m", "keyshift.cli", "train", "small.toml", "store-a", "--variant", "GQA"]
+    command += ["training.steps=100000", "training.eval_steps=100000", "--out", str(tmp_path)]
+    metrics = tmp_path / "runs/gqa/seed-0/metrics.jsonl"
+    with subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped early; the same command with --resume auto goes on" in output
+    assert newest_checkpoint(metrics.parent) is not None
+
+
+def test_trackers_get_what_is_logged_and_need_no_network(place, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    names = ("tensorboard", "trackio", "wandb")
+    for name in names:
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "keyshift.cli", "train", "small.toml", "store-a", "--variant", "GQA"]
+    command += ["--out", str(tmp_path / "out"), *(f"--track={name}" for name in names)]
+    offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run(
+        command,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **offline, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "out/runs/gqa/seed-0"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("eval/loss")] == pytest.approx(losses)
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert list((tmp_path / "trackio").glob("keyshift*"))
+
+
+def test_what_it_would_take_is_said_without_text_or_files(place):
+    done = keyshift(place, "train", "pretrain/350m", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(done.stdout)}
+    assert 0.9 < rows["GQA"]["parameters"] / 355e6 < 1.1
+    assert rows["GQA"]["shift_parameters"] == 0
+    assert rows["GQA + KV shift"]["shift_parameters"] == 24 * 4 * 4  # four numbers per layer and head
+    assert rows["GVA"]["cache_bytes_per_token"] / rows["GQA"]["cache_bytes_per_token"] == pytest.approx(
+        0.53125
+    )
+    table = keyshift(place, "train", "pretrain/350m", "--dry-run")
+    assert max(map(len, table.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["small.toml", "--variant", "GQA"], "no text to read"),
+        (["small.toml", "store-a", "--resume", "yes"], "--resume 'yes' is not known; use --resume auto"),
+        (["small.toml", "store-a", "--variant", "GQA", "--seed", "-1"], "seed=-1 must be at least 0"),
+        (["small.toml", "store-a", "store-b", "--variant", "GQA"], "give data.mixture the share of each"),
+        (
+            ["small.toml", "store-a", "--variant", "GQA", "training.batch_size=5000"],
+            "too little prepared text",
+        ),
+        (["small.toml", "store-a", "--variant", "GQA", "engine.processes=2"], "but 1 train together"),
+        (["small.toml", "store-a", "--variant", "GQA", "--track", "tensorbord"], "use some of tensorboard"),
+        (
+            ["small.toml", "store-a", "--variant", "GQA", "model.max_position_embeddings=16"],
+            "max_position_embeddings=16 is below sequence_length=32",
+        ),
+        (["small.toml", "a.jsonl", "--variant", "GQA", "data.stream=true"], "needs data.tokenizer"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(place, tmp_path, arguments, message):
+    done = keyshift(place, "train", *arguments, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
