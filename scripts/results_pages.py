@@ -71,6 +71,7 @@ def thin(report: Report) -> Report:
         for run in variant["runs"]:
             run.update(train_loss=[], train_tokens_per_second=None, decode_ms_per_token=None)
             run["curve"] = [*map(_rounded, run["curve"][:-1]), *run["curve"][-1:]]
+            run["induction"] = [(step, round(score, 4)) for step, score in run["induction"]]
             for each in run["shift_weights"]:
                 each["weights"] = [[round(weight, 3) for weight in head] for head in each["weights"]]
     return Report.model_validate(content)

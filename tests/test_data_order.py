@@ -143,7 +143,7 @@ def test_a_mixture_has_what_training_needs(stores: dict[str, Path]) -> None:
         "web": web.validation.token_count,
         "code": code.validation.token_count,
     }
-    assert mixture.summary()["code"] == {"weight": 0.25, **code.summary()}
+    assert mixture.summary()["sources"]["code"] == {"weight": 0.25, **code.summary()}
     mixture.verify()
     batch = mixture.train.batch(4, 16, 20, seed=1)
     assert batch["labels"].shape == (16, 20)

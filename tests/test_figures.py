@@ -6,12 +6,14 @@ import re
 
 import pytest
 from matplotlib import style
-from reports import at, divergence_report, grid, run, steps_report, width_report
+from reports import at, divergence_report, fall, grid, run, steps_report, width_report
+from reports import report as plain
+from reports import variant as row_of
 
 from keyshift.report import summary_rows
 from keyshift.report.figures import STYLE, Picture, draw_figures
 from keyshift.report.figures.grid import draw_grid
-from keyshift.results import Report
+from keyshift.results import Report, RunResult
 
 
 def drawn(report: Report, name: str) -> Picture:
@@ -152,3 +154,25 @@ def test_accuracies_above_the_end_of_runs_count_as_it_where_runs_are_compared() 
 
 def test_curves_stay_as_they_were_measured() -> None:
     assert "99.99% at step 100" in drawn(stopped(0.9999), "accuracy").alt
+
+
+# --- heads probed during training
+
+
+def probed(seed: int, step: int, **fields: object) -> RunResult:
+    """A run whose best head becomes an induction head at ``step``."""
+    scores = [(at_step, 0.02 if at_step < step else 0.9 + seed / 100) for at_step in range(0, 101, 20)]
+    return run(seed, fall(seed, 3.0, steps=100, every=20), induction=scores, **fields)
+
+
+def test_induction_scores_are_drawn_where_heads_were_probed() -> None:
+    variants = [
+        row_of("GQA", [run(0, fall(0, 3.0))]),
+        row_of("GVA + shift", [probed(0, 40), probed(1, 60)]),
+    ]
+    figure = drawn(plain("text", variants), "induction")
+    assert figure.alt.startswith("Line chart of induction score of the best head against training steps.")
+    assert "GVA + shift: 90.5% at step 100" in figure.alt
+    assert "GQA:" not in figure.alt
+    never = plain("text", [row_of("GQA", [run(0, fall(0, 3.0))])])
+    assert "induction" not in [picture.name for picture in draw_figures(never)]

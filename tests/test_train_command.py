@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,18 @@ def test_stores_are_mixed_and_validated_one_by_one(place, tmp_path):
     parts = last["eval_loss/store-a"], last["eval_loss/store-b"]
     assert last["eval_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
     assert result.curve[-1].loss == last["eval_loss"]
+
+
+def test_a_corrupt_shard_is_named_before_training(place, tmp_path):
+    shutil.copytree(place / "store-a", tmp_path / "store")
+    shard = tmp_path / "store/00000.train.tokens"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    overrides = {"data.paths": [str(tmp_path / "store")]}
+    with pytest.raises(UserError, match=r"00000\.train\.tokens: corrupt, its checksum differs"):
+        pretrain(load_recipe(str(place / "small.toml"), overrides), tmp_path / "out", variant="GQA")
+    assert not (tmp_path / "out/runs").exists()
 
 
 def test_a_stream_goes_on_where_it_was(place, tmp_path):

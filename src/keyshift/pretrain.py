@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keyshift.corpus import text_of, vocabulary_of
+from keyshift.data import Mixture, TextData
 from keyshift.errors import UserError, nearest
 from keyshift.folder import check_folder, claimed, keep_recipe
 from keyshift.recipe import Recipe, Variant, build_task
@@ -104,6 +105,8 @@ def pretrain(
         raise UserError(f"{run.directory} holds this run already; pass --resume auto, or another --out")
     if result.status in DONE:
         return run, result
+    if is_first() and newest_checkpoint(run.directory) is None and isinstance(text, TextData | Mixture):
+        text.verify(watching.preparing)  # a corrupt shard is said now, not when its rows come
     watching.planned(run)
     result = execute(
         run, sources, resume=resume, trackers=trackers, stop=watching.stop, on_progress=watching.progress

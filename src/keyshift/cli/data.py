@@ -71,7 +71,7 @@ def prepare(
             workers=_cores() if workers is None else workers,
             progress=progress,
         )
-    _print(store, as_json, console)
+    _print(store, out, as_json, console)
 
 
 @data.command()
@@ -86,7 +86,7 @@ def check(
     opened = TextData.open(store)
     with _reading(console) as progress:
         opened.verify(progress)
-    _print(opened, as_json, console)
+    _print(opened, store, as_json, console)
     console.print("every file is as it was written")
 
 
@@ -141,8 +141,8 @@ def _reading(console: Console) -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-def _print(store: TextData, as_json: bool, console: Console) -> None:
-    summary: dict[str, Any] = {**store.summary(), "end_token": store.end_token, "store": str(store.directory)}
+def _print(store: TextData, place: Path, as_json: bool, console: Console) -> None:
+    summary: dict[str, Any] = {**store.summary(), "end_token": store.end_token, "store": str(place)}
     if as_json:
         print_json(summary)
         return
@@ -156,4 +156,4 @@ def _print(store: TextData, as_json: bool, console: Console) -> None:
         table.add_row(side, *(f"{counts[what]:,}" for what in ("documents", "tokens", "bytes")))
     console.print(table)
     console.print(f"vocabulary {store.vocab_size:,}, {summary['tokens_per_byte']:.3f} tokens per byte")
-    console.print(f"store: {store.directory}", soft_wrap=True)
+    console.print(f"store: {place}", soft_wrap=True)

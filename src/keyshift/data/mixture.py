@@ -100,9 +100,10 @@ class Mixture:
 
     def summary(self) -> dict[str, Any]:
         """The summary of every store, and its share of the rows."""
-        return {
+        sources = {
             name: {"weight": self.weights[name], **store.summary()} for name, store in self.stores.items()
         }
+        return {"sources": sources, "vocab_size": self.vocab_size}
 
 
 def _check_alike(stores: Mapping[str, TextData]) -> None:

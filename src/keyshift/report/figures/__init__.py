@@ -17,6 +17,7 @@ FIGURE_NAMES = (
     "scores",
     "accuracy",
     "loss",
+    "induction",
     "cache",
     "shift",
 )
@@ -35,6 +36,7 @@ def draw_figures(report: Report) -> list[Picture]:
             draw_scores(report),
             draw_curves(report, "accuracy"),
             draw_curves(report, "loss"),
+            draw_curves(report, "induction"),
             draw_cache(report),
             draw_shift(report),
         ]

@@ -1,8 +1,9 @@
-"""Learning curves: held-out accuracy or loss against training steps, every seed and the mean."""
+"""Learning curves: held-out accuracy, loss or induction scores against training steps, every seed and the
+mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "accuracy": ("Held-out accuracy", as_percent),
+    "loss": ("Held-out loss (nats per token)", as_loss),
+    "induction": ("Induction score of the best head", as_percent),
+}
+"""What can be drawn: its title, and how a value of it is written."""
+
 MOST_BANDS = 6
 """Of more variants in one frame the bands would hide each other, so only lines are drawn."""
 
@@ -44,7 +52,7 @@ class Curves(NamedTuple):
     averaged: list[Track]
 
 
-def draw_curves(report: Report, field: Literal["accuracy", "loss"]) -> Picture | None:
+def draw_curves(report: Report, field: Literal["accuracy", "loss", "induction"]) -> Picture | None:
     """The curves of every variant that has some; of a grid, a panel for every place in it."""
     everything = zip(report.variants, looks(report), strict=True)
     shown = [Curves(v, look, tracks) for v, look in everything if (tracks := _averaged(v.runs, field))]
@@ -54,14 +62,14 @@ def draw_curves(report: Report, field: Literal["accuracy", "loss"]) -> Picture |
     banded = len(own_names(report)) <= MOST_BANDS
     draw = _draw_one if len(grid) == 1 else _draw_panels
     figure, ends, cropped = draw(report, shown, field, banded)
-    noun, form = ("accuracy", as_percent) if field == "accuracy" else ("loss (nats per token)", as_loss)
+    title, form = FIELDS[field]
     listing = "; ".join(f"{label.text}: {form(label.y)} at step {label.x:,g}" for label in ends)
     return render(
         figure,
         field,
-        f"Held-out {noun}",
+        title,
         _caption(shown, banded, cropped) + _guessing(report, field),
-        f"Line chart of held-out {noun} against training steps. Last values: {listing}.",
+        f"Line chart of {title[0].lower()}{title[1:]} against training steps. Last values: {listing}.",
     )
 
 
@@ -137,7 +145,7 @@ def _set_limits(axes: Axes, report: Report, field: str, shown: Sequence[Curves])
     last = max(step for step, _ in points)
     axes.set_xlim(0, last or 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    if field == "accuracy":
+    if field != "loss":
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         return False

@@ -29,8 +29,12 @@ class Track:
 
 
 def track_of(run: RunResult, field: str, most: float = math.inf) -> Track | None:
-    """The finite values of ``field`` at a run's evaluations, none above ``most``; None without any."""
-    points = ((point.step, getattr(point, field)) for point in run.curve)
+    """The finite values of ``field`` at a run's evaluations, none above ``most``; None without any.
+
+    ``induction`` is the best head's score, where heads were probed.
+    """
+    evaluated = ((point.step, getattr(point, field, None)) for point in run.curve)
+    points = run.induction if field == "induction" else evaluated
     values = {step: min(value, most) for step, value in points if value is not None and math.isfinite(value)}
     return Track(values, run.status == "finished") if values else None
 
