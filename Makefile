@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # What is compiled on installation.
 KERNEL := hatch_build.py $(wildcard src/keyshift/ops/*/cpu_kernel/*.cpp src/keyshift/ops/*/cpu_kernel/*.h)
 # Two processes of one thread each; two of two would be in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 OUT ?= runs/induction
 # The oldest transformers that pyproject.toml promises; test-oldest runs what depends on it, in its own environment.
 OLDEST ?= transformers==5.16.0

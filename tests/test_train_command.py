@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from keyshift import cli
 from keyshift.compare import compare
 from keyshift.data import FileSource, prepare
 from keyshift.errors import UserError
@@ -250,18 +251,35 @@ def test_trackers_get_what_is_logged_and_need_no_network(place, tmp_path):
     assert list((tmp_path / "trackio").glob("keyshift*"))
 
 
-def test_what_it_would_take_is_said_without_text_or_files(place):
-    done = keyshift(place, "train", "pretrain/350m", "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in json.loads(done.stdout)}
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """The command without the seconds that starting Python takes: exit code and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["keyshift", "train", *arguments])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    printed = capsys.readouterr()
+    return int(stopped.value.code or 0), printed.out, printed.err
+
+
+def test_what_it_would_take_is_said_without_text_or_files(monkeypatch, capsys):
+    code, printed, _ = in_process(monkeypatch, capsys, "pretrain/350m", "--dry-run", "--json")
+    assert code == 0
+    rows = {row["variant"]: row for row in json.loads(printed)}
     assert 0.9 < rows["GQA"]["parameters"] / 355e6 < 1.1
     assert rows["GQA"]["shift_parameters"] == 0
     assert rows["GQA + KV shift"]["shift_parameters"] == 24 * 4 * 4  # four numbers per layer and head
     assert rows["GVA"]["cache_bytes_per_token"] / rows["GQA"]["cache_bytes_per_token"] == pytest.approx(
         0.53125
     )
-    table = keyshift(place, "train", "pretrain/350m", "--dry-run")
-    assert max(map(len, table.stdout.splitlines())) <= 80
+
+
+def test_what_it_would_take_fits_80_columns(monkeypatch, capsys):
+    code, printed, _ = in_process(monkeypatch, capsys, "induction", "--dry-run")
+    assert code == 0
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "1-layer GVA" in printed
 
 
 @pytest.mark.parametrize(
@@ -276,6 +294,10 @@ def test_what_it_would_take_is_said_without_text_or_files(place):
             "too little prepared text",
         ),
         (["small.toml", "store-a", "--variant", "GQA", "engine.processes=2"], "but 1 train together"),
+        (
+            ["small.toml", "store-a", "--variant", "GQA", "engine.micro_batch_size=3"],
+            "does not divide the 4 rows",
+        ),
         (["small.toml", "store-a", "--variant", "GQA", "--track", "tensorbord"], "use some of tensorboard"),
         (
             ["small.toml", "store-a", "--variant", "GQA", "model.max_position_embeddings=16"],
@@ -284,9 +306,11 @@ def test_what_it_would_take_is_said_without_text_or_files(place):
         (["small.toml", "a.jsonl", "--variant", "GQA", "data.stream=true"], "needs data.tokenizer"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(place, tmp_path, arguments, message):
-    done = keyshift(place, "train", *arguments, "--out", str(tmp_path / "out"))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(place)
+    code, printed, said = in_process(monkeypatch, capsys, *arguments, "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert not printed
+    assert message in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1

@@ -16,6 +16,8 @@ from keyshift.recipe import Engine
 
 PARALLEL = ("ddp", "fsdp")
 
+pytestmark = pytest.mark.xdist_group("processes")  # torchrun starts once for all of them
+
 
 def torchrun(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

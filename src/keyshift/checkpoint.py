@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import cached_file, logging
 
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, first_line
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 """What transformers only warns of."""
@@ -71,3 +73,26 @@ def _check_model_type(name: Any) -> None:
             f"checkpoint {name} has model_type={content.get('model_type')!r}, not "
             f"{KeyshiftConfig.model_type!r}; load it with transformers.AutoModelForCausalLM"
         )
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a folder or repository; None where it has none.
+
+    Raises:
+        UserError: it has one that cannot be read.
+    """
+    missing_is_none = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+        "_raise_exceptions_for_gated_repo": False,
+    }
+    if not any(cached_file(name, file, **missing_is_none) for file in TOKENIZER_FILES):
+        return None
+    try:
+        with errors_only():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise UserError(f"the tokenizer of {name} cannot be read: {first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise UserError(f"the tokenizer of {name} has no vocabulary: files of it are missing")
+    return tokenizer

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file, logging
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from keyshift.cache_report import load_config
-from keyshift.checkpoint import errors_only, load_strictly
+from keyshift.checkpoint import errors_only, load_strictly, tokenizer_of
 from keyshift.circuits.model import CircuitModel
 from keyshift.errors import UserError, first_line
 
 MODELS = Path(__file__).parent / "models"
 SHIPPED = ("two-layer", "one-layer-shift")
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 LENS_NAMES = re.compile(
     r"(neelnanda|arthurconmy|baidicoot)/.+|(attn-only|gelu|solu)-(\d+l|demo)(-.+)?|redwood_attn_2l|othello-gpt",
@@ -116,29 +115,7 @@ def _of_transformers(name: str) -> tuple[Any, Any]:
         trust_remote_code=False,
         refused=("missing_keys", "mismatched_keys"),
     )
-    return model, _tokenizer(name)
-
-
-def _tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or repository; None where it has none.
-
-    Raises:
-        UserError: it has one that cannot be read.
-    """
-    missing_is_none = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-        "_raise_exceptions_for_gated_repo": False,
-    }
-    if not any(cached_file(name, file, **missing_is_none) for file in TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise UserError(f"the tokenizer of {name} cannot be read: {first_line(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(f"the tokenizer of {name} has no vocabulary: files of it are missing")
-    return tokenizer
+    return model, tokenizer_of(name)
 
 
 def _lens_config(folder: Path) -> dict[str, Any] | None:
@@ -226,10 +203,10 @@ def _lens_weights(folder: Path) -> dict[str, Tensor]:
 
 def _lens_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     """The tokenizer in the folder, else the one that the configuration names; None without either."""
-    own, name = _tokenizer(str(folder)), config.get("tokenizer_name")
+    own, name = tokenizer_of(str(folder)), config.get("tokenizer_name")
     if own is not None or name is None:
         return own
-    named = _tokenizer(name)
+    named = tokenizer_of(name)
     if named is None:
         raise UserError(
             f"tokenizer_name={name!r} in {folder}/config.json: no such tokenizer here or on the hub; put its "

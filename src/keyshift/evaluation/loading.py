@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file, logging
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from keyshift.cache_report import load_config
-from keyshift.checkpoint import errors_only, load_strictly
+from keyshift.checkpoint import load_strictly, tokenizer_of
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, first_line, nearest
 
@@ -23,7 +23,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 POSITION_FIELDS = ("n_positions", "max_position_embeddings", "n_ctx")
 DEFAULT_POSITIONS = 2048
 """What the harness takes for a model that does not say."""
@@ -135,22 +134,13 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    missing_is_none = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-        "_raise_exceptions_for_gated_repo": False,
-    }
-    where = str(Path(name).expanduser())
-    if not any(cached_file(where, file, **missing_is_none) for file in TOKENIZER_FILES):
+    tokenizer = tokenizer_of(str(Path(name).expanduser()))
+    if tokenizer is None:
         raise UserError(
             f"checkpoint {name} has no tokenizer; save the one that it was trained with beside its weights, "
             "tokenizer.save_pretrained(folder)"
         )
-    try:
-        with errors_only():
-            return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise UserError(f"the tokenizer of {name} cannot be read: {first_line(error)}") from error
+    return tokenizer
 
 
 def start_token(tokenizer: Any, config: Any) -> int | None:
