@@ -31,7 +31,7 @@ def follow_one(console: Console, stop: Callable[[], bool], *, speaking: bool) ->
     logging.disable_progress_bar()  # transformers draws one for every checkpoint
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=10),
+        BarColumn(bar_width=6),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}", markup=False),
         TimeRemainingColumn(compact=True),
@@ -56,6 +56,7 @@ class _Line:
     steps: int = 0
     first: int | None = None
     started: float = 0.0
+    room: int = 0
 
     def preparing(self, done: int, total: int) -> None:
         if self.stop():
@@ -66,9 +67,13 @@ class _Line:
         self._say_rarely(f"reading text: {done / 1e6:.0f} MB of {total / 1e6:.0f}")
 
     def planned(self, run: Run) -> None:
+        from keyshift.runs import parameters
+
         self.steps = run.variant.training.steps
-        self.bar = self.bars.add_task(run.name, total=self.steps, facts="")
-        self.room = self.console.width - len(run.name) - 2 * len(str(self.steps)) - 25
+        if self.speaking:
+            self._say(f"{run.name}: {parameters(run.config):,} parameters, {_processes()}")
+        self.bar = self.bars.add_task("", total=self.steps, facts="")  # what it is stands above
+        self.room = self.console.width - 2 * len(str(self.steps)) - 22
 
     def progress(self, standing: Standing) -> None:
         now = time.monotonic()
@@ -87,9 +92,19 @@ class _Line:
         """Where there is no terminal to draw on, a line every now and then."""
         now = time.monotonic()
         if self.speaking and not self.console.is_terminal and now - self.spoke > SILENCE:
-            self.spoke = now
-            minutes = (now - self.began) / 60
-            self.console.print(f"[{minutes:5.1f} min] {text}", markup=False, soft_wrap=True)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self.spoke = time.monotonic()
+        minutes = (self.spoke - self.began) / 60
+        self.console.print(f"[{minutes:5.1f} min] {text}", markup=False, soft_wrap=True)
+
+
+def _processes() -> str:
+    from keyshift.training import launched
+
+    count = launched()
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _facts(metrics: dict[str, float]) -> Iterator[str]:
@@ -99,12 +114,12 @@ def _facts(metrics: dict[str, float]) -> Iterator[str]:
         "eval_loss": "val {:.3f}",
         "eval_accuracy": "acc {:.1%}",
         "mfu": "MFU {:.0%}",
-        "grad_norm": "norm {:.2g}",
+        "grad_norm": "|g| {:.2f}",
         "learning_rate": "lr {:.1e}",
         "skipped": "skipped {:.0f}",
     }
     for name, form in shown.items():
-        if name in metrics:
-            yield form.format(metrics[name])
+        if name in metrics and not (name == "eval_loss" and "eval_accuracy" in metrics):
+            yield form.format(metrics[name]).replace("e-0", "e-")
         if name == "eval_accuracy" and "tokens_per_second" in metrics:
             yield f"{metrics['tokens_per_second'] / 1e3:.1f}k tok/s"
