@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keyshift import cli
 from keyshift.compare import compare
+from keyshift.corpus import text_of
 from keyshift.data import FileSource, prepare
 from keyshift.errors import UserError
 from keyshift.pretrain import Watching, choose, pretrain
 from keyshift.recipe import load_recipe
-from keyshift.runs import known
+from keyshift.runs import Sources, execute, known
 from keyshift.training import newest_checkpoint
 
 SENTENCE = "the key of a token before it is mixed into that of the token and so it is with values"
@@ -162,6 +164,85 @@ def test_a_corrupt_shard_is_named_before_training(place, tmp_path):
     assert not (tmp_path / "out/runs").exists()
 
 
+def test_text_that_was_made_anew_is_noticed_before_a_run_goes_on(place, tmp_path):
+    """Raw text or a store, another tokenizer or the same: the old weights do not fit the new ids."""
+    for kind in ("raw", "store"):
+        text, out = tmp_path / f"{kind}.jsonl", tmp_path / f"{kind}-out"
+        lines = (place / "a.jsonl").read_text()
+        text.write_text(lines)
+        store = tmp_path / "store"
+        paths = [str(text if kind == "raw" else store)]
+        options = {"tokenizer": None, "vocab_size": 300, "validation_fraction": 0.3}
+        if kind == "store":
+            prepare(FileSource([text]), store, **options)
+        chosen = load_recipe(str(place / "small.toml"), {"data.paths": paths})
+        asked = iter([False] * 4 + [True])
+        pretrain(chosen, out, variant="GQA", watching=Watching(stop=lambda asked=asked: next(asked)))
+        text.write_text(lines + json.dumps({"text": "another document that was not there " * 9}) + "\n")
+        if kind == "store":
+            prepare(FileSource([text]), store, **options)
+        with pytest.raises(UserError, match="other text"):
+            pretrain(chosen, out, variant="GQA", resume=True)
+        with pytest.raises(UserError, match="other text") if kind == "raw" else nullcontext():
+            pretrain(chosen, out, variant="GVA + shift")
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_left_alone(place, tmp_path):
+    """It is looked at once more when the folder is free: a second training would delete its checkpoint."""
+    run, first = pretrain(recipe(place), tmp_path, variant="GQA")
+    sources = Sources(recipe(place), text_of(recipe(place), tmp_path))
+    again = execute(run, sources, resume=False, stop=lambda: False, on_progress=lambda progress: None)
+    assert again == first
+    (run.directory / "result.json").unlink()
+    with pytest.raises(UserError, match="holds this run already"):
+        execute(run, sources, resume=False, stop=lambda: False, on_progress=lambda progress: None)
+    assert newest_checkpoint(run.directory).name == "checkpoint-12"
+
+
+def test_a_mistake_leaves_the_folder_for_the_right_command(place, tmp_path):
+    with pytest.raises(UserError):
+        pretrain(load_recipe(str(place / "small.toml"), {"data.paths": ["nowhere"]}), tmp_path, variant="GQA")
+    with pytest.raises(UserError):
+        pretrain(recipe(place, **{"model.num_attention_heads": 3}), tmp_path, variant="GQA")
+    assert pretrain(recipe(place), tmp_path, variant="GQA")[1].status == "finished"
+
+
+def test_a_run_that_was_accurate_enough_does_not_go_on(tmp_path):
+    overrides = {"training.until_accuracy": 0.05, "training.steps": 75, "training.eval_steps": 25}
+    chosen = load_recipe("induction", overrides)
+    run, result = pretrain(chosen, tmp_path, variant="1-layer GVA + shift")
+    assert result.steps == 25
+    (run.directory / "result.json").unlink()
+    _, again = pretrain(chosen, tmp_path, variant="1-layer GVA + shift", resume=True)
+    assert (again.status, again.steps, again.curve) == ("finished", 25, result.curve)
+
+
+def test_what_a_prepared_store_cannot_be_is_refused(place, tmp_path):
+    options = {"tokenizer": None, "vocab_size": 290, "validation_fraction": 0.3}
+    prepare(FileSource([place / "b.jsonl"]), tmp_path / "b", **options)
+    tokenizer = str(tmp_path / "b/tokenizer")
+    with pytest.raises(UserError, match="is not the tokenizer of"):
+        pretrain(recipe(place, **{"data.tokenizer": tokenizer}), tmp_path / "out", variant="GQA")
+    streamed = {"data.tokenizer": tokenizer, "data.stream": True}
+    with pytest.raises(UserError, match="is prepared: leave it out"):
+        pretrain(recipe(place, **streamed), tmp_path / "out", variant="GQA")
+
+
+def test_rates_in_metrics_are_those_that_were_used(place, tmp_path):
+    overrides = {"training.schedule": "linear", "training.steps": 20, "training.learning_rate": 1.0}
+    overrides |= {"training.max_grad_norm": 1e-9, "training.shift_learning_rate": 1.0}
+    run, _ = pretrain(recipe(place, **overrides), tmp_path, variant="GQA")
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    assert rates == pytest.approx({10: 1 - 9 / 20, 20: 1 - 19 / 20})
+
+
+def test_files_of_a_checkpoint_are_as_readable_as_each_other(place, tmp_path):
+    run, _ = pretrain(recipe(place), tmp_path, variant="GQA")
+    files = [path for path in newest_checkpoint(run.directory).rglob("*") if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1
+
+
 def test_a_stream_goes_on_where_it_was(place, tmp_path):
     overrides = {
         "data.paths": [str(place / "a.jsonl")],
@@ -185,8 +266,9 @@ def test_the_command_says_how_it_ended_within_80_columns(place):
     done = keyshift(place, *arguments)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "GQA, seed 0: finished after 6 steps"
-    assert re.match(r"held-out loss \d\.\d{4} nats per token, \d\.\d{4} bits per byte", lines[1])
+    assert lines[0].endswith("GQA, seed 0: 7,920 parameters, 1 process")
+    assert lines[1] == "GQA, seed 0: finished after 6 steps"
+    assert re.match(r"held-out loss \d\.\d{4} nats per token, \d\.\d{4} bits per byte", lines[2])
     assert lines[-1] == "checkpoint: raw/runs/gqa/seed-0/checkpoint-6"
     assert max(map(len, lines)) <= 80
     assert json.loads((place / "raw/recipe.json").read_text())["training"]["steps"] == 6

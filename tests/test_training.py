@@ -138,7 +138,11 @@ def rms(tensor: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"]
+    "name",
+    [
+        *("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"),
+        "keyshift_state.json",
+    ],
 )
 @pytest.mark.parametrize("harm", ["cut", "gone"])
 def test_a_damaged_checkpoint_is_named(tmp_path, name, harm):

@@ -94,12 +94,27 @@ def _prepared(settings: Settings) -> TextData | Mixture | None:
         weights = {names[folder]: weight for folder, weight in settings.mixture.items()}
         return Mixture.open({name: folder for folder, name in names.items()}, weights)
     if len(settings.paths) == 1 and is_store(settings.paths[0]):
-        return TextData.open(settings.paths[0])
+        store = TextData.open(settings.paths[0])
+        _check_unused(settings, store)
+        return store
     if stores := [path for path in settings.paths if is_store(path)]:
         raise UserError(
             f"data.paths has the prepared {stores[0]!r} beside others; give data.mixture the share of each"
         )
     return None
+
+
+def _check_unused(settings: Settings, store: TextData) -> None:
+    """Raises `UserError` for what a recipe wants of text that is prepared already, and otherwise."""
+    if settings.stream:
+        raise UserError(f"data.stream=true reads raw text; {settings.paths[0]} is prepared: leave it out")
+    if settings.tokenizer is None:
+        return
+    if load_tokenizer(settings.tokenizer).get_vocab() != load_tokenizer(store.tokenizer_path).get_vocab():
+        raise UserError(
+            f"data.tokenizer={settings.tokenizer!r} is not the tokenizer of {settings.paths[0]}; "
+            "leave it out, or prepare the text with it"
+        )
 
 
 def is_store(path: str | Path) -> bool:

@@ -16,7 +16,7 @@ from keyshift.recipe import Recipe, key_path, shown
 from keyshift.runs import write_json, written
 
 RECIPE_FILE = "recipe.json"
-WORDS = {"title", "paper", "verdict", "comparisons", "engine"}
+WORDS = {"title", "paper", "verdict", "comparisons", "engine", "seeds"}
 """What may change in a recipe without changing a run."""
 OWN_FILES = {
     *(RECIPE_FILE, ".lock", "data", ".data.partial", ".data.lock", "jobs", "runs", "figures"),

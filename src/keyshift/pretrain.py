@@ -13,7 +13,18 @@ from keyshift.errors import UserError, nearest
 from keyshift.folder import check_folder, claimed, keep_recipe
 from keyshift.recipe import Recipe, Variant, build_task
 from keyshift.results import RunResult
-from keyshift.runs import DONE, Run, Sized, Sizes, Sources, execute, known, models_of, run_of
+from keyshift.runs import (
+    DONE,
+    Run,
+    Sized,
+    Sizes,
+    Sources,
+    check_fresh,
+    execute,
+    known,
+    models_of,
+    run_of,
+)
 from keyshift.training import (
     Progress,
     TaskSource,
@@ -90,23 +101,24 @@ def pretrain(
     """
     watching = watching or Watching()
     name = choose(recipe, variant)
-    if seed < 0:
-        raise UserError(f"seed={seed} must be at least 0")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be at least 0 and below 2^32")
     check_before(recipe.grid()[name].training, recipe.engine, trackers)
     with claimed(out, patience=PATIENCE):
         check_folder(recipe, out, resume=True)
-        if is_first():
-            keep_recipe(recipe, out)
-    text = text_of(recipe, out, progress=watching.preparing)
+    text = text_of(recipe, out, keep=(out / "runs").exists(), progress=watching.preparing)
     sources = Sources(recipe, text)
     run = run_of(name, seed, models_of(recipe, sources.of), recipe, sources, out)
+    check_fresh(run, resume)
     result = known(run)
-    if not resume and (result.status != "pending" or newest_checkpoint(run.directory) is not None):
-        raise UserError(f"{run.directory} holds this run already; pass --resume auto, or another --out")
     if result.status in DONE:
         return run, result
     if is_first() and newest_checkpoint(run.directory) is None and isinstance(text, TextData | Mixture):
         text.verify(watching.preparing)  # a corrupt shard is said now, not when its rows come
+    with claimed(out, patience=PATIENCE):  # only now is it sure that the recipe can be trained
+        check_folder(recipe, out, resume=True)
+        if is_first():
+            keep_recipe(recipe, out)
     watching.planned(run)
     result = execute(
         run, sources, resume=resume, trackers=trackers, stop=watching.stop, on_progress=watching.progress

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 SCHEMA_VERSION: Literal[1] = 1
 
 
+Status = Literal["finished", "interrupted", "diverged", "failed", "pending"]
+
+
 class Record(BaseModel):
     """Base of every record: unknown keys are errors, so that a typo in a producer cannot go unnoticed."""
 
@@ -41,7 +44,7 @@ class RunResult(Record):
     """One variant trained with one seed."""
 
     seed: int = Field(description="of the initial weights and of the order of the data")
-    status: Literal["finished", "interrupted", "diverged", "failed", "pending"] = Field(
+    status: Status = Field(
         description="diverged: the loss or a weight became NaN or infinite; failed: its process was killed "
         "or could not go on; pending: not begun"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import traceback
@@ -24,7 +25,7 @@ from keyshift.measure import learned_shifts
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.provenance import environment
 from keyshift.recipe import VARIANT, Recipe, Variant, build_task
-from keyshift.results import Point, RunResult
+from keyshift.results import Point, RunResult, Status
 from keyshift.training import (
     BatchSource,
     MixedSource,
@@ -269,12 +270,19 @@ def execute(
     """
     with _claimed(run) if is_first() else nullcontext():
         result = known(run)  # anew: another process may have finished it while this one waited for the folder
-        if not resume or result.status not in DONE:
+        if result.status not in DONE:
+            check_fresh(run, resume)  # as well: it may have stopped half-way
             result = _trained(run, sources, resume, trackers, stop, on_progress)
         if result.status in DONE and is_first():
             with written(run.directory):
                 write_json(run.directory / "result.json", result.model_dump(mode="json"))
     return result
+
+
+def check_fresh(run: Run, resume: bool) -> None:
+    """Raises `UserError` for a run that was begun and is not to be gone on with."""
+    if not resume and (known(run).status != "pending" or newest_checkpoint(run.directory) is not None):
+        raise UserError(f"{run.directory} holds this run already; pass --resume auto, or another --out")
 
 
 @contextmanager
@@ -287,7 +295,7 @@ def _claimed(run: Run) -> Iterator[None]:
             lock.acquire()
         except filelock.Timeout as error:
             raise RunError(
-                f"{run.directory} is in use by another process; wait for it to end and pass --resume"
+                f"{run.directory} is in use by another process; wait for it to end and resume"
             ) from error
     try:
         yield
@@ -332,12 +340,17 @@ def _trained(
 
 
 def _result(run: Run, model: KeyshiftForCausalLM, outcome: Outcome, source: BatchSource) -> RunResult:
+    curve = _curve(outcome.history, run)
+    status: Status = "interrupted" if outcome.interrupted else "finished"
+    message = f"stopped at step {outcome.steps}" if outcome.interrupted else None
+    if status == "finished" and curve and not math.isfinite(curve[-1].loss):  # steps were left out to the end
+        status, message = "diverged", f"held-out loss is {curve[-1].loss} at step {curve[-1].step}"
     return RunResult(
         seed=run.seed,
-        status="interrupted" if outcome.interrupted else "finished",
-        message=f"stopped at step {outcome.steps}" if outcome.interrupted else None,
+        status=status,
+        message=message,
         steps=outcome.steps,
-        curve=_curve(outcome.history, run),
+        curve=curve,
         skipped=outcome.skipped,
         induction=[(int(e["step"]), e["probe_induction"]) for e in outcome.history if "probe_induction" in e],
         train_loss=[(int(entry["step"]), entry["loss"]) for entry in outcome.history if "loss" in entry],
@@ -369,7 +382,7 @@ def written(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"cannot write results in {out} ({error.strerror}); free some space and pass --resume"
+            f"cannot write results in {out} ({error.strerror}); free some space and resume"
         ) from error
 
 

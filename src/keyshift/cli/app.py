@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -26,7 +27,8 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except (UserError, RunError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        if isinstance(error, RunError) or os.environ.get("RANK", "0") == "0":  # torchrun's all say the same
+            Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

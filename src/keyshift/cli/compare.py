@@ -48,6 +48,9 @@ def compare(
     from keyshift.progress import follow
     from keyshift.recipe import load_recipe, results_folder
 
+    for path in paths or []:
+        if "=" in path and not Path(path).exists():
+            raise UserError(f"PATH {path!r} is no file or folder; to override a key use --set {path}")
     overrides = {
         "seeds": seeds,
         "training.steps": steps,

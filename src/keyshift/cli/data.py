@@ -70,6 +70,7 @@ def prepare(
             end_token=True,
             workers=_cores() if workers is None else workers,
             progress=progress,
+            keep=True,
         )
     _print(store, out, as_json, console)
 

@@ -47,8 +47,8 @@ def train(
 
     if resume not in (None, "auto"):
         raise UserError(f"--resume {resume!r} is not known; use --resume auto, with the run's --out")
-    paths = [each for each in arguments or [] if "=" not in each]
-    overrides = dict(setting(each, "argument") for each in arguments or [] if "=" in each)
+    paths = [each for each in arguments or [] if "=" not in each or Path(each).exists()]
+    overrides = dict(setting(each, "argument") for each in arguments or [] if each not in paths)
     if paths:
         overrides["data.paths"] = paths
     loaded = load_recipe(recipe, overrides, size, text_named=not dry_run)
@@ -58,7 +58,7 @@ def train(
         return
     from keyshift.live import follow_one
     from keyshift.pretrain import pretrain
-    from keyshift.training import is_first
+    from keyshift.training import is_first, newest_checkpoint
 
     speaking, stop = is_first(), Interruption()
     directory = out or results_folder(recipe, size)
@@ -73,7 +73,12 @@ def train(
             watching=watching,
         )
     if speaking:
-        summary = {"run": run.name, "directory": str(run.directory), **result.model_dump(mode="json")}
+        kept = newest_checkpoint(run.directory)
+        summary = {
+            "run": run.name,
+            "checkpoint": None if kept is None else str(kept),
+            **result.model_dump(mode="json"),
+        }
         print_json(summary) if as_json else console.print(*_lines(summary), sep="\n", soft_wrap=True)
     if result.status == "diverged":
         raise RunError(f"{run.name}: {result.message}")
@@ -104,4 +109,6 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.append(", ".join(facts))
     if summary["train_tokens_per_second"]:
         lines.append(f"{summary['train_tokens_per_second']:,.0f} tokens/s in training")
-    return [*lines, f"checkpoint: {summary['directory']}/checkpoint-{summary['steps']}"]
+    if summary["skipped"]:
+        lines.append(f"{summary['skipped']} steps left out: a NaN, an infinity or a spike")
+    return [*lines, f"checkpoint: {summary['checkpoint'] or 'none was saved'}"]

@@ -114,7 +114,7 @@ class TextData:
             name: {"tokens": side.token_count, "bytes": side.text_bytes, "documents": side.document_count}
             for name, side in (("train", self.train), ("validation", self.validation))
         }
-        tokens_per_byte = self.validation.text_tokens / self.validation.text_bytes
+        tokens_per_byte = self.validation.text_tokens / max(1, self.validation.text_bytes)
         return {**counts, "vocab_size": self.vocab_size, "tokens_per_byte": tokens_per_byte}
 
     def bits_per_byte(self, loss_nats_per_token: float) -> float:
@@ -178,9 +178,9 @@ def prepare(
     if not _reusable(directory, fingerprint):
         if keep and directory.exists():
             raise UserError(
-                f"directory {str(directory)!r} was made from other text (its files' names, sizes or times "
-                "differ, or the store is damaged or of an earlier version): results would not fit together; "
-                "pass another --out"
+                f"directory {str(directory)!r} was made from other text or with other settings (its files' "
+                "names, sizes or times differ, or the store is damaged or of an earlier version): results "
+                "would not fit together; pass another --out"
             )
         plan = Plan(
             source,

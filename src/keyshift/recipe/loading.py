@@ -197,5 +197,5 @@ def _set(content: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     for table in tables:
         content = content.setdefault(table, {})
         if not isinstance(content, dict):
-            raise UserError(f"--set {key_path(*keys)}: {table!r} is not a table")
+            raise UserError(f"{key_path(*keys)}={shown(value)}: {table!r} is not a table")
     content[key] = value

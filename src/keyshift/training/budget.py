@@ -190,9 +190,9 @@ LINES: dict[str, str] = {
     "optimizer_bytes": "  AdamW's moments",
     "copies_bytes": "  copies",
     "activations_bytes": "  activations",
-    "cache_bytes_per_token": "cache, B/token",
+    "cache_bytes_per_token": "bf16 cache, B/tok",
     "step_seconds": "seconds/step",
-    "run_seconds": "days in all",
+    "run_seconds": "hours in all",
 }
 """The lines of the table: what `budget` calls it, and what it is for readers."""
 
@@ -227,7 +227,7 @@ def _cell(key: str, value: float | None) -> str:
     if value is None:
         return "–"
     if key == "run_seconds":
-        return f"{value / 86400:.3g}"
+        return f"{value / 3600:,.3g}"
     if key == "cache_bytes_per_token":
         return f"{value:,}"
     if key.endswith("_bytes"):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,10 @@ SHARDS = "optimizer"
 """The folder of an optimiser's state that is spread over processes, in PyTorch's own format."""
 
 
+UNREADABLE = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+"""What reading a damaged file raises."""
+
+
 def newest_checkpoint(directory: Path) -> Path | None:
     """The ``checkpoint-N`` folder with the largest N, or None."""
     found = [path for path in directory.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
@@ -41,6 +46,10 @@ def publish(staged: Path, directory: Path) -> None:
 
     A folder on its way out is renamed first: half of one must not look like a checkpoint.
     """
+    mode = (staged / "config.json").stat().st_mode
+    for path in staged.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)  # safetensors keeps weights to their owner
     fresh = directory / staged.name
     if fresh.exists():
         os.replace(fresh, _doomed(fresh))
@@ -74,15 +83,40 @@ def check_readable(checkpoint: Path) -> None:
             with safe_open(path, framework="pt") as weights:
                 weights.keys()
         sharded = (checkpoint / SHARDS).is_dir()
+        if sharded:
+            _check_shards(checkpoint / SHARDS)
         for name in ("scheduler.pt", *(() if sharded else ("optimizer.pt",))):
             torch.load(checkpoint / name, map_location="cpu", weights_only=True)
-        for name in ("config.json", "trainer_state.json"):
+        for path in checkpoint.glob("rng_state*.pth"):
+            with zipfile.ZipFile(path) as content:  # as torch.save writes; it has objects of NumPy's
+                content.testzip()
+        for name in ("config.json", "trainer_state.json", OWN_STATE):
             json.loads((checkpoint / name).read_text())
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         raise UserError(
             f"checkpoint {checkpoint} cannot be read ({first_line(error)}); delete it to resume from the "
             "start"
         ) from error
+
+
+def _check_shards(folder: Path) -> None:
+    """Raises `ValueError` unless every file is as long as the state's description says."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for place in FileSystemReader(folder).read_metadata().storage_data.values():
+        path = folder / place.relative_path
+        if path.stat().st_size < place.offset + place.length:
+            raise ValueError(f"{path.name} is cut off")
+
+
+def check_same_data(checkpoint: Path, fingerprint: str | None) -> None:
+    """Raises `UserError` unless the checkpoint was trained on the data with this fingerprint."""
+    before = json.loads((checkpoint / OWN_STATE).read_text()).get("data")
+    if before != fingerprint:
+        raise UserError(
+            f"checkpoint {checkpoint} was trained on other text (the store or its tokenizer was made anew): "
+            "what it learned would not fit; bring the old text back, or pass another --out"
+        )
 
 
 def _weight_files(checkpoint: Path) -> Iterator[Path]:
@@ -119,9 +153,15 @@ def gathered_weights(model: Any) -> dict[str, Tensor]:
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Write the optimiser's state, every process its part. All must call."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=checkpoint / SHARDS)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    try:
+        dcp.save(state, checkpoint_id=checkpoint / SHARDS)
+    except CheckpointException as error:  # which is no Exception
+        reasons = [first_line(each) for each, _ in error.failures.values()]
+        raise OSError(reasons[0] if reasons else "a process could not write its part") from error
 
 
 def load_shards_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

@@ -21,6 +21,7 @@ from keyshift.training.checkpoints import (
     OWN_STATE,
     SHARDS,
     check_readable,
+    check_same_data,
     clear_leftovers,
     load_weights_,
     newest_checkpoint,
@@ -123,6 +124,10 @@ def train(
         _restore(trainer, checkpoint)
     for file in files:
         file.keep_until(trainer.first_step)
+    if checkpoint is not None and _reached(checkpoint, settings):  # its result was lost, not its end
+        load_weights_(model, checkpoint)
+        history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+        return Outcome(trainer.first_step, False, history, None, trainer.guard.skipped)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     wait_for_all()
     state = trainer.state
@@ -143,6 +148,7 @@ def _prepare(
     """Everything that is done to a model before it is trained: start, memory, compilation, shares."""
     if checkpoint is not None:
         check_readable(checkpoint)
+        check_same_data(checkpoint, source.fingerprint)
         if (checkpoint / SHARDS).is_dir() != (engine.parallel == "fsdp"):
             raise UserError(
                 f"engine.parallel={engine.parallel!r}: {checkpoint} was saved the other way; resume it so"
@@ -176,6 +182,14 @@ def _restore(trainer: KeyshiftTrainer, checkpoint: Path) -> None:
         trainer.guard.load_state_dict(own["guard"])
         if own.get("source") is not None:
             cast(Any, trainer.source).load_state_dict(own["source"])
+
+
+def _reached(checkpoint: Path, settings: Training) -> bool:
+    """Whether the run ended here because it was accurate enough."""
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    accuracies = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
+    wanted = settings.until_accuracy
+    return wanted is not None and bool(accuracies) and accuracies[-1] >= wanted
 
 
 def _accumulation(settings: Training, engine: Engine) -> int:

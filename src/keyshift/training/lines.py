@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,17 @@ class Lines:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps({name: _finite(value) for name, value in entry.items()}) + "\n")
         except OSError as error:
             raise RunError(
-                f"cannot write {self.path} at step {entry['step']} ({error.strerror}); the last checkpoint "
-                "is intact: free some space and pass --resume"
+                f"cannot write {self.path} at step {entry['step']} ({error.strerror}); "
+                "checkpoints are intact: free some space and resume"
             ) from error
+
+
+def _finite(value: Any) -> Any:
+    """A number that JSON has, or null: it knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(line: str) -> float:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from keyshift.circuits.capture import Observer, tap_interface
 from keyshift.circuits.repeats import Repeats
 from keyshift.circuits.scores import head_scores
+from keyshift.errors import UserError
 from keyshift.measure import learned_shifts
 from keyshift.modeling import Block, KeyshiftForCausalLM
 from keyshift.training.lines import Lines
@@ -32,6 +33,12 @@ class Probe(TrainerCallback):
 
     def __init__(self, trainer: KeyshiftTrainer, every: int, lines: Lines):
         self.trainer, self.every, self.lines = trainer, every, lines
+        length = trainer.model.config.max_position_embeddings
+        if length < 5:
+            raise UserError(
+                f"training.probe_steps={every} needs sequences of 5 tokens, to repeat two, not {length}; "
+                "leave it out"
+            )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:

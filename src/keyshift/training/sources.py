@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,8 @@ class BatchSource(Protocol):
     """The folder of the tokenizer that made the tokens, if one did; saved with every checkpoint."""
     special_tokens: dict[str, int]
     """Fields of the model's configuration, such as ``bos_token_id``."""
+    fingerprint: str | None
+    """Of the data, where they could change under a run that is to go on."""
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> Batch:
         """``input_ids``, ``labels`` and whatever else the model takes, [batch_size, sequence_length],
@@ -53,6 +57,7 @@ class TaskSource:
     sequence_length: int = field(init=False)
     tokenizer_path: Path | None = field(init=False, default=None)
     special_tokens: dict[str, int] = field(init=False, default_factory=dict)
+    fingerprint: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.task.vocab_size
@@ -82,9 +87,11 @@ class TextSource:
     vocab_size: int = field(init=False)
     tokenizer_path: Path | None = field(init=False)
     special_tokens: dict[str, int] = field(init=False)
+    fingerprint: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocab_size = self.data.vocab_size
+        self.fingerprint = _fingerprint(self.data)
         self.tokenizer_path = self.data.tokenizer_path
         self.special_tokens = _special_tokens(self.data)
 
@@ -129,6 +136,23 @@ class StreamSource(TextSource):
         return cast(StreamedText, self.data).train
 
 
+def _fingerprint(data: Corpus) -> str:
+    """A hash of the tokens: stores list the checksums of all their files; of a stream, of its tokenizer."""
+    if isinstance(data, StreamedText):
+        return data.tokenizer_fingerprint
+    stores = data.stores if isinstance(data, Mixture) else {"text": data}
+    facts = [[name, data.weights[name], _meta(store)] for name, store in sorted(stores.items())]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _meta(store: TextData) -> str:
+    """What a store says of itself; of tokens put together in memory, how many there are."""
+    if store.directory is None:
+        return str(store.train.token_count)
+    meta = json.loads((store.directory / "meta.json").read_text())
+    return json.dumps([meta["shards"], meta["tokenizer_fingerprint"]])
+
+
 def _special_tokens(data: Corpus) -> dict[str, int]:
     """What documents begin and end with, as a model's configuration names it."""
     tokenizer = load_tokenizer(data.tokenizer_path)
@@ -151,9 +175,11 @@ class MixedSource:
     sequence_length: int = field(init=False)
     tokenizer_path: Path | None = field(init=False)
     special_tokens: dict[str, int] = field(init=False)
+    fingerprint: str | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokenizer_path = self.text.tokenizer_path
+        self.fingerprint = self.text.fingerprint
         self.special_tokens = self.text.special_tokens
         self.vocab_size = self.text.vocab_size
         self.sequence_length = self.text.sequence_length

@@ -24,6 +24,7 @@ from keyshift.training.checkpoints import (
     STAGING,
     gathered_weights,
     load_shards_,
+    newest_checkpoint,
     publish,
     save_shards,
 )
@@ -149,6 +150,8 @@ class KeyshiftTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
+        if "train_runtime" in logs:  # transformers' sums over this part of the run
+            return
         entry = self.state.log_history[-1]
         self.metrics.write({name: value for name, value in entry.items() if name != "epoch"})
 
@@ -179,9 +182,11 @@ class KeyshiftTrainer(Trainer):
                 publish(self.staging / f"checkpoint-{step}", self.staging.parent)
             wait_for_all()
         except (OSError, RuntimeError, SafetensorError) as error:
+            kept = newest_checkpoint(self.staging.parent)
+            before = "there is none before it" if kept is None else f"{kept.name} is intact"
             raise RunError(
                 f"cannot save the checkpoint of step {step} in {self.staging.parent} ({first_line(error)}); "
-                "the previous checkpoint is intact: free some space and pass --resume"
+                f"{before}: free some space and resume"
             ) from error
         finally:
             if is_first():
@@ -195,7 +200,7 @@ class KeyshiftTrainer(Trainer):
             shutil.copytree(self.source.tokenizer_path, checkpoint, dirs_exist_ok=True)
         state_of = getattr(self.source, "state_dict", None)
         place = None if state_of is None else state_of(self.state.global_step, self.settings.batch_size)
-        state = {"guard": self.guard.state_dict(), "source": place}
+        state = {"guard": self.guard.state_dict(), "source": place, "data": self.source.fingerprint}
         (checkpoint / OWN_STATE).write_text(json.dumps(state))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -46,6 +46,7 @@ class Watch(TrainerCallback):
     """When work began that is not logged yet: evaluations and checkpoints do not count."""
     worked: float = 0.0
     steps: int = 0
+    rate: float = 0.0
     peak: float | None = None
     """FLOPs a second that a process can do at most, where that is known."""
     flops: int = 0
@@ -66,6 +67,7 @@ class Watch(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         getattr(model, "module", model).constrain_()
+        self.rate = self.trainer.lr_scheduler.get_last_lr()[0]  # of this step: the next one's comes after
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
@@ -89,7 +91,7 @@ class Watch(TrainerCallback):
         entry = {
             "loss": trainer.step_loss,
             "grad_norm": trainer.step_norm,
-            "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
+            "learning_rate": self.rate,
             "tokens_per_second": self.steps * tokens / self.worked,
         }
         if self.peak is not None:
