@@ -58,6 +58,7 @@ class RandomTokens:
     sequence_length: int
     tokenizer_path: Path | None = None
     special_tokens: dict[str, int] = field(default_factory=dict)
+    fingerprint: str | None = None
 
     def train_batch(self, seed: int, step: int, batch_size: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + step)

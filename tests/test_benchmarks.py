@@ -58,6 +58,7 @@ def names(found: dict[str, Any]) -> list[str]:
     return [check["name"] for check in found["checks"]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_generation_memory() -> None:
     found = quickly("generation_memory.py")
@@ -81,6 +82,7 @@ def test_shift() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_circuits() -> None:
     found = quickly("circuits.py", "--rounds", "2")
@@ -123,6 +125,7 @@ def test_decode() -> None:
     assert [match[1] for match in map(by_rate.match, names(found)) if match] == bound
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_generate() -> None:
     found = quickly("generate.py")

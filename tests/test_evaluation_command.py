@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -347,9 +348,11 @@ def kept(out: Path) -> int:
 def test_a_stopped_evaluation_leaves_nothing_half_written_and_goes_on(
     signal_: signal.Signals, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["runs/text/runs/gqa/seed-0", "--tasks", "passkey", "--limit", "24", "--out", str(here)]
+    options = ["runs/text/runs/gqa/seed-0", "--tasks", "passkey", "--limit", "8", "--out", str(here)]
     command = [sys.executable, "-m", "keyshift.cli", "eval", *options]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it
+    process = subprocess.Popen(command, env=environment, preexec_fn=hear)
     try:
         deadline = time.monotonic() + 120
         while kept(here) < 1 and time.monotonic() < deadline:

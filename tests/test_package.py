@@ -159,7 +159,9 @@ def test_a_library_of_other_sources_is_recognised(tmp_path: Path, monkeypatch: p
 
 
 @needs_compiler
-@pytest.mark.parametrize("named", [f"{COMPILER} -m64", f"env {COMPILER}"])
+@pytest.mark.parametrize(
+    "named", [pytest.param(f"{COMPILER} -m64", marks=pytest.mark.slow), f"env {COMPILER}"]
+)
 def test_a_compiler_may_be_named_with_arguments(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
