@@ -108,7 +108,8 @@ def pretrain(
         check_folder(recipe, out, resume=True)
     text = text_of(recipe, out, keep=(out / "runs").exists(), progress=watching.preparing)
     sources = Sources(recipe, text)
-    run = run_of(name, seed, models_of(recipe, sources.of), recipe, sources, out)
+    config = models_of(recipe, sources.of)[name]
+    run = run_of(recipe.grid()[name], config, seed, sources, out)
     check_fresh(run, resume)
     result = known(run)
     if result.status in DONE:
@@ -134,12 +135,13 @@ def dry_run(recipe: Recipe, variant: str | None = None) -> list[dict[str, Any]]:
     Raises:
         UserError: no such variant, or settings that contradict each other.
     """
-    names = list(recipe.grid()) if variant is None else [choose(recipe, variant)]
+    grid = recipe.grid()
+    names = list(grid) if variant is None else [choose(recipe, variant)]
     models, half = models_of(recipe, lambda each: _sizes(recipe, each)), uses_bfloat16(recipe.engine)
     world = recipe.engine.processes or launched()
     rows = []
     for name in names:
-        each, config = recipe.grid()[name], models[name]
+        each, config = grid[name], models[name]
         length = _sizes(recipe, each).sequence_length
         timed = time_step(
             config, each.training, recipe.engine, sequence_length=length, world_size=world, half=half

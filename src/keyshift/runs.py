@@ -110,19 +110,18 @@ def plan(recipe: Recipe, sources: Sources, out: Path) -> list[Run]:
     Raises:
         UserError: variants whose settings contradict each other, or names too alike to make folders of.
     """
-    models = models_of(recipe, sources.of)
+    models, grid = models_of(recipe, sources.of), recipe.grid()
     return [
-        run_of(name, seed, models, recipe, sources, out) for seed in range(recipe.seeds) for name in models
+        run_of(grid[name], config, seed, sources, out)
+        for seed in range(recipe.seeds)
+        for name, config in models.items()
     ]
 
 
-def run_of(
-    name: str, seed: int, models: dict[str, KeyshiftConfig], recipe: Recipe, sources: Sources, out: Path
-) -> Run:
-    """One variant with one seed, and its place in ``out``; ``models`` is what `models_of` gave."""
-    variant = recipe.grid()[name]
+def run_of(variant: Variant, config: KeyshiftConfig, seed: int, sources: Sources, out: Path) -> Run:
+    """One variant with one seed, and its place in ``out``; ``config`` is what `models_of` gave for it."""
     tokens = variant.training.batch_size * sources.of(variant).sequence_length
-    return Run(variant, models[name], seed, out / "runs" / _slug(name) / f"seed-{seed}", tokens)
+    return Run(variant, config, seed, out / "runs" / _slug(variant.name) / f"seed-{seed}", tokens)
 
 
 class Sized(Protocol):
