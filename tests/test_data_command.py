@@ -42,11 +42,13 @@ def test_a_store_from_files_and_a_look_at_it(
     store = data.TextData.open("store")
     assert store.end_token == 0
     assert f"{store.train.token_count:,}" in out
+    assert "it was there already" not in out
     assert max(map(len, out.splitlines())) <= 80
     code, out, _ = run(["check", "store", "--json"], monkeypatch, capsys)
     assert json.loads(out) == {**store.summary(), "end_token": 0, "store": "store"}
-    code, out, _ = run([*making, "--json"], monkeypatch, capsys)
+    code, out, errors = run([*making, "--json"], monkeypatch, capsys)
     assert json.loads(out)["train"] == store.summary()["train"]
+    assert "it was there already" in errors
     tokens = tmp_path / "store/00000.train.tokens"
     tokens.write_bytes(bytes(len(tokens.read_bytes())))
     code, out, errors = run(["check", "store"], monkeypatch, capsys)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def test_rates_in_metrics_are_those_that_were_used(place, tmp_path):
     run, _ = pretrain(recipe(place, **overrides), tmp_path, variant="GQA")
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
-    assert rates == pytest.approx({10: 1 - 9 / 20, 20: 1 - 19 / 20})
+    assert rates == pytest.approx({1: 1.0, 10: 1 - 9 / 20, 20: 1 - 19 / 20})
 
 
 def test_files_of_a_checkpoint_are_as_readable_as_each_other(place, tmp_path):
@@ -357,8 +358,11 @@ def test_what_it_would_take_is_said_without_text_or_files(monkeypatch, capsys):
     )
 
 
-def test_what_it_would_take_fits_80_columns(monkeypatch, capsys):
-    code, printed, _ = in_process(monkeypatch, capsys, "induction", "--dry-run")
+@pytest.mark.parametrize("setting", [[], ["engine.gradient_checkpointing=true"]])
+def test_what_it_would_take_fits_80_columns(monkeypatch, capsys, setting):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        code, printed, _ = in_process(monkeypatch, capsys, "induction", "--dry-run", *setting)
     assert code == 0
     assert max(map(len, printed.splitlines())) <= 80
     assert "1-layer GVA" in printed

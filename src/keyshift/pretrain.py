@@ -127,10 +127,15 @@ def pretrain(
     return run, result
 
 
-def dry_run(recipe: Recipe, variant: str | None = None) -> list[dict[str, Any]]:
+def dry_run(
+    recipe: Recipe,
+    variant: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[dict[str, Any]]:
     """What training would take, for one variant or for all: see `keyshift.training.budget.budget`.
 
-    Nothing is prepared or written; a step is timed, where one fits.
+    Nothing is prepared or written; a step is timed, where one fits. ``progress`` hears what is done, how many
+    variants are, and of how many.
 
     Raises:
         UserError: no such variant, or settings that contradict each other.
@@ -139,8 +144,9 @@ def dry_run(recipe: Recipe, variant: str | None = None) -> list[dict[str, Any]]:
     names = list(grid) if variant is None else [choose(recipe, variant)]
     models, half = models_of(recipe, lambda each: _sizes(recipe, each)), uses_bfloat16(recipe.engine)
     world = recipe.engine.processes or launched()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
+        progress("looking at variants", len(rows), len(names))
         each, config = grid[name], models[name]
         length = _sizes(recipe, each).sequence_length
         timed = time_step(

@@ -149,7 +149,7 @@ class _Display:
         if last is not None and last.bits_per_byte is not None:
             facts.append(f"{last.bits_per_byte:.3f} bits/byte")
         if result.train_tokens_per_second:
-            facts.append(f"{result.train_tokens_per_second / 1e3:.0f}k tok/s")
+            facts.append(f"{result.train_tokens_per_second / 1e3:.1f}k tok/s")
         if result.status == "failed":
             facts.append(str(result.message))
         self._say(f"{run.name}: {result.status}" + "; " * bool(facts) + ", ".join(facts))

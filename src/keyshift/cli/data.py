@@ -60,6 +60,7 @@ def prepare(
     import keyshift.data as text
 
     console = Console(stderr=as_json, highlight=False)
+    there = out.exists()  # if it may stay, it is the store of this text
     with _reading(console) as progress:
         store = text.prepare(
             source,
@@ -73,6 +74,8 @@ def prepare(
             keep=True,
         )
     _print(store, out, as_json, console)
+    if there:
+        console.print("it was there already, of this text and these settings: nothing was read again")
 
 
 @data.command()

@@ -90,9 +90,11 @@ def train(
 
 def _print_budgets(recipe: Any, variant: str | None, console: Console, as_json: bool) -> None:
     from keyshift.pretrain import dry_run
+    from keyshift.progress import stages
     from keyshift.training.budget import print_budget
 
-    budgets = dry_run(recipe, variant)
+    with stages(console) as progress:
+        budgets = dry_run(recipe, variant, progress)
     print_json(budgets) if as_json else print_budget(budgets, console)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from keyshift.configuration import KeyshiftConfig
 
@@ -50,6 +51,13 @@ def saved_bytes(
         kept = layers * rows * sequence_length * config.hidden_size * (2 if half and sharded else 4)
         layers = 1
     return Saved(around.activations + layers * block.activations + kept, around.casts + layers * block.casts)
+
+
+def recompute_activations_(model: PreTrainedModel) -> None:
+    """Let every block keep its input alone and compute the rest again for the backward pass."""
+    # transformers renamed it between the ends of the range that is supported.
+    enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
 
 
 class _FakeModel:

@@ -101,25 +101,21 @@ class ZClip:
     the old level for good, since what is left of them makes the deviation smaller and smaller. The first
     ``warmup`` steps only give the first statistics.
 
-    The paper's public code agrees and has more: a fixed norm that is never exceeded, in the warm-up neither
-    (``max_norm`` here, off by default; 1.0 in its code, None in its README), which the statistics do not see;
-    a factor on the threshold and a switch that keeps outliers out of the statistics (neither used there by
-    default, nor offered here). It divides by the norm plus 1e-6; here a clipped norm is exact.
+    The paper's public code agrees and has more, not offered here: a fixed norm that is never exceeded, in the
+    warm-up neither (1.0 in its code, None in its README); a factor on the threshold and a switch that keeps
+    outliers out of the statistics, neither used there by default. It divides by the norm plus 1e-6; here a
+    clipped norm is exact.
 
     Args:
         threshold: z-score from which a norm is an outlier.
         alpha, warmup: of `RunningMoments`; the paper's values.
-        max_norm: a norm that no gradient exceeds in any case; None for no such limit.
     """
 
-    def __init__(
-        self, threshold: float = 2.5, *, alpha: float = 0.97, warmup: int = 25, max_norm: float | None = None
-    ):
+    def __init__(self, threshold: float = 2.5, *, alpha: float = 0.97, warmup: int = 25):
         if not threshold > 0:
             raise UserError(f"threshold={threshold} must be above 0")
         self.threshold = threshold
         self.moments = RunningMoments(alpha, warmup)
-        self.limit = None if max_norm is None else NormClip(max_norm)
 
     def factor(self, norm: float) -> float:
         """See `Clipper.factor`."""
@@ -127,8 +123,7 @@ class ZClip:
             return 1.0
         clipped = self._clipped(norm)
         self.moments.update(clipped)
-        factor = clipped / norm if clipped < norm else 1.0
-        return factor if self.limit is None else min(factor, self.limit.factor(norm))
+        return clipped / norm if clipped < norm else 1.0
 
     def _clipped(self, norm: float) -> float:
         """The norm as the statistics want it."""

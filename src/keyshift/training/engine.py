@@ -17,6 +17,7 @@ from transformers import PrinterCallback, TrainingArguments
 from keyshift.errors import UserError
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Engine, Training
+from keyshift.training.activations import recompute_activations_
 from keyshift.training.checkpoints import (
     OWN_STATE,
     SHARDS,
@@ -158,9 +159,7 @@ def _prepare(
         rows = {name: tensor[:MATCHED_ROWS] for name, tensor in first.items() if name != "labels"}
         model.to(device).match_keys_(**{name: tensor.to(device) for name, tensor in rows.items()})
     if engine.gradient_checkpointing:
-        # transformers renamed it between the ends of the range that is supported.
-        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable()
+        recompute_activations_(model)
     blocks: Sequence[nn.Module] = list(model.model.layers)
     if engine.compile:
         for block in blocks:  # in place: names of weights stay; block by block: equal ones compile once

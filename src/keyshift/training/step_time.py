@@ -10,6 +10,7 @@ import torch
 
 from keyshift.configuration import KeyshiftConfig
 from keyshift.recipe import Engine, Training
+from keyshift.training.activations import recompute_activations_
 from keyshift.training.budget import flops_per_token, memory_bytes, micro_batch_rows
 
 ROUNDS = 3
@@ -79,7 +80,7 @@ def _timed(
         model = KeyshiftForCausalLM(config).train()
         ids = torch.randint(config.vocab_size, (rows, sequence_length))
     if engine.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations_(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     cast = torch.autocast(device.type, torch.bfloat16, enabled=half)
 

@@ -17,7 +17,7 @@ from keyshift.training.processes import anywhere, check_wrapping, launched, uses
 from keyshift.training.trainer import KeyshiftTrainer
 
 LOGGING_STEPS = 10
-"""How often a step is logged: that step's own loss, so that it does not depend on resumptions."""
+"""How often a step is logged, beside the first: its own loss, so that it does not depend on resumptions."""
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "skipped")
 """What of a logged step is shown while training goes on, beside evaluations."""
@@ -75,7 +75,7 @@ class Watch(TrainerCallback):
         self.worked += now - self.since
         self.since = now
         self.steps += 1
-        if state.global_step % LOGGING_STEPS == 0:
+        if state.global_step == 1 or state.global_step % LOGGING_STEPS == 0:
             self._log_step()
         self.on_progress(Progress(state.global_step, self.metrics))
         last = state.global_step >= state.max_steps
