@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from commands import exit_code
 from transformers import PreTrainedTokenizerFast
 
-from keyshift import cli
 from keyshift.circuits import load_model, shipped_models
 from keyshift.circuits.results import CircuitsReport
 from keyshift.data import train_tokenizer
 
 SMALL = ("--period", "6", "--sequences", "4")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["keyshift", "circuits", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(stopped.value.code or 0)
 
 
 @pytest.fixture
@@ -40,7 +30,7 @@ def test_the_shipped_models_show_both_circuits(
 ) -> None:
     before = {name: (folder / "model.safetensors").read_bytes() for name, folder in shipped_models().items()}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run(monkeypatch, "--sequences", "20", "--out", str(tmp_path / "out")) == 0
+    assert exit_code(monkeypatch, "circuits", "--sequences", "20", "--out", tmp_path / "out") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert last == f"report: {tmp_path / 'out/circuits.html'}"
@@ -84,7 +74,7 @@ def test_the_shipped_models_show_both_circuits(
 def test_json_is_all_that_stdout_holds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, str(llama), *SMALL, "--out", str(tmp_path / "out"), "--json") == 0
+    assert exit_code(monkeypatch, "circuits", llama, *SMALL, "--out", tmp_path / "out", "--json") == 0
     printed = capsys.readouterr()
     (row,) = json.loads(printed.out)
     assert row["model"] == "llama"
@@ -96,11 +86,11 @@ def test_json_is_all_that_stdout_holds(
 def test_the_toy_prints_the_numbers_of_the_source(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "toy") == 0
+    assert exit_code(monkeypatch, "circuits", "toy") == 0
     printed = capsys.readouterr().out
     assert "0.0, 4.0, 0.0, 0.0" in printed
     assert "0.017, 0.948, 0.017, 0.017" in printed
-    assert run(monkeypatch, "toy", "--json") == 0
+    assert exit_code(monkeypatch, "circuits", "toy", "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert values["k_composition_term"] == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
     assert [round(each["value"], 2) for each in values["examples"].values()] == [1, 0, 0.33]
@@ -131,7 +121,7 @@ def test_what_does_not_fit_is_one_line_and_writes_nothing(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    assert run(monkeypatch, str(llama), *SMALL, *arguments, "--out", str(tmp_path / "out")) == 2
+    assert exit_code(monkeypatch, "circuits", llama, *SMALL, *arguments, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
     assert message in error
@@ -159,13 +149,12 @@ def test_models_that_cannot_be_analysed(
     }
     capsys.readouterr()  # transformers' progress in saving
     for folder, message in expected.items():
-        assert run(monkeypatch, str(folder), *SMALL, "--out", str(tmp_path / "out")) == 2
+        assert exit_code(monkeypatch, "circuits", folder, *SMALL, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err.strip()
         assert message in error
         assert len(error.splitlines()) == 1
-    assert (
-        run(monkeypatch, str(tmp_path / "no-bos"), *SMALL, "--bos", "1", "--out", str(tmp_path / "out")) == 0
-    )
+    told = ("--bos", "1", "--out", tmp_path / "out")
+    assert exit_code(monkeypatch, "circuits", tmp_path / "no-bos", *SMALL, *told) == 0
 
 
 def test_a_model_whose_own_code_fails_is_one_line(
@@ -178,7 +167,7 @@ def test_a_model_whose_own_code_fails_is_one_line(
     monkeypatch.setattr("keyshift.circuits.command.load_model", lambda name: model)
     capsys.readouterr()
     long = ("--period", "20", "--repeats", "40", "--with-replacement", "--bos", "1", "--sequences", "2")
-    assert run(monkeypatch, "gpt2", *long, "--out", str(tmp_path / "out")) == 1
+    assert exit_code(monkeypatch, "circuits", "gpt2", *long, "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err.strip()
     assert "(GPT2LMHeadModel) cannot be analysed: " in error
     assert len(error.splitlines()) == 1
@@ -189,6 +178,6 @@ def test_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert run(monkeypatch, str(llama), *SMALL, "--out", str(tmp_path / "file")) == 2
+    assert exit_code(monkeypatch, "circuits", llama, *SMALL, "--out", tmp_path / "file") == 2
     assert "pass another --out" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import in_process
 from rich.console import Console
 
 from keyshift.ops.stream_attention import backends, cpu
@@ -55,11 +56,11 @@ def test_help_imports_neither_torch_nor_transformers():
 
 
 def test_papers_lists_every_experiment_with_claim_and_verdict():
-    rows = json.loads(keyshift("papers", "--json").stdout)
+    rows = json.loads(in_process("papers", "--json").stdout)
     recipes = Path(__file__).resolve().parents[1] / "recipes" / "papers"
     assert {row["recipe"] for row in rows} == {f"papers/{path.stem}" for path in recipes.glob("*.toml")}
     assert all({"small", "quick", "paper"} <= set(row["sizes"]) for row in rows)
-    shown = keyshift("papers").stdout
+    shown = in_process("papers").stdout
     assert max(map(len, shown.splitlines())) <= 80
     text = " ".join(shown.split())
     for row in rows:
@@ -67,7 +68,7 @@ def test_papers_lists_every_experiment_with_claim_and_verdict():
 
 
 def test_cache_prints_predicted_and_measured_bytes_of_every_mechanism(config):
-    rows = json.loads(keyshift("cache", config, "--tokens", "300", "--batch", "2", "--json").stdout)
+    rows = json.loads(in_process("cache", config, "--tokens", "300", "--batch", "2", "--json").stdout)
     by_name = {row["mechanism"]: row for row in rows}
     assert all(row["bytes_measured"] == row["bytes_predicted"] for row in rows)
     per_token = {name: row["bytes_per_token"] for name, row in by_name.items()}
@@ -89,7 +90,7 @@ def test_cache_fits_80_columns_and_shows_a_checkpoint_of_ours_first(tmp_path):
     KeyshiftConfig(
         hidden_size=64, num_attention_heads=4, num_hidden_layers=2, attention="mla", position="decoupled_rope"
     ).save_pretrained(tmp_path)
-    done = keyshift("cache", str(tmp_path))
+    done = in_process("cache", str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -107,7 +108,7 @@ BYTES_PER_HEAD = {
 @pytest.mark.parametrize("dtype", BYTES_PER_HEAD)
 def test_cache_says_how_many_sequences_fit(config: str, dtype: str) -> None:
     options = ["--memory", "80GB", "--tokens", "32k", "--dtype", dtype, "--json"]
-    rows = json.loads(keyshift("cache", config, *options).stdout)
+    rows = json.loads(in_process("cache", config, *options).stdout)
     head = BYTES_PER_HEAD[dtype]
     layer = {
         "MHA": 2 * 16 * head(64),
@@ -144,7 +145,7 @@ def test_cache_counts_the_state_of_a_shifted_query_once_per_sequence() -> None:
 
 
 def test_cache_fits_80_columns_with_many_sequences_too(config: str) -> None:
-    done = keyshift("cache", config, "--memory", "10TB", "--tokens", "16")
+    done = in_process("cache", config, "--memory", "10TB", "--tokens", "16")
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert f"{10 * 10**12 // (16 * 3 * 2 * 2 * 64):,}" in done.stdout  # MQA's, the most
@@ -195,7 +196,9 @@ def test_cache_measures_one_layer_where_all_do_not_fit(config, monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, message):
-    done = keyshift(*(config if a == "CONFIG" else a for a in arguments), cwd=tmp_path)
+    own_process = arguments in (["cache", "nowhere/config.json"], ["compare", "text", "nowhere.txt"])
+    command = keyshift if own_process else in_process
+    done = command(*(config if a == "CONFIG" else a for a in arguments), cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -203,7 +206,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, config, arguments, mess
 
 
 def test_doctor_lists_every_backend_as_the_backends_themselves_do() -> None:
-    rows = json.loads(keyshift("doctor", "--json").stdout)
+    rows = json.loads(in_process("doctor", "--json").stdout)
     assert [row["backend"] for row in rows] == list(backends.BACKENDS)
     for row in rows:
         assert set(row) == {"operation", "backend", "available", "detail"}
@@ -214,7 +217,7 @@ def test_doctor_lists_every_backend_as_the_backends_themselves_do() -> None:
 
 
 def test_doctor_fits_80_columns() -> None:
-    done = keyshift("doctor")
+    done = in_process("doctor")
     assert done.returncode == 0, done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
@@ -258,9 +261,8 @@ def test_compare_prints_a_table_or_json(tmp_path):
     assert table.returncode == 0, table.stderr
     assert max(map(len, table.stdout.splitlines())) <= 100
     assert (tmp_path / "runs/induction/report.html").exists()
-    rows = json.loads(
-        keyshift("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path).stdout
-    )
+    as_json = in_process("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path)
+    rows = json.loads(as_json.stdout)
     assert [row["variant"] for row in rows][:2] == ["1-layer GQA", "2-layer GQA"]
     again = keyshift("compare", "induction", *small, cwd=tmp_path)
     assert again.returncode == 2
@@ -290,7 +292,7 @@ def test_a_diverged_run_is_exit_code_1(tmp_path):
 def test_a_configuration_that_makes_no_sense_is_one_line(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(content)
-    done = keyshift("cache", str(path))
+    done = in_process("cache", str(path))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
@@ -300,7 +302,7 @@ def test_cache_reads_the_sizes_of_a_deepseek_configuration(tmp_path):
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     path.write_text(json.dumps({"model_type": "deepseek_v3", **LLAMA_LIKE, **heads, **sizes}))
-    rows = {row["mechanism"]: row for row in json.loads(keyshift("cache", str(path), "--json").stdout)}
+    rows = {row["mechanism"]: row for row in json.loads(in_process("cache", str(path), "--json").stdout)}
     assert rows["MLA"]["bytes_per_token"] == 4 * 2 * (512 + 64)
     assert rows["GQA"]["bytes_per_token"] == 4 * 2 * 2 * 8 * 128
 

@@ -10,60 +10,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import typer
+from commands import in_process
 from texts import sentences, write_jsonl, write_parquet
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM, cli, data
 
 
-def run(arguments: list[object], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["keyshift", "data", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    printed = capsys.readouterr()
-    code = stopped.value.code
-    return code if isinstance(code, int) else 0, printed.out, printed.err
-
-
-def test_a_store_from_files_and_a_look_at_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_store_from_files_and_a_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "in/a.jsonl", sentences(500))
     monkeypatch.chdir(tmp_path)
     making = ["prepare", "in", "--out", "store", "--train-tokenizer", "--vocab-size", 400]
-    code, out, _ = run(making, monkeypatch, capsys)
+    code, out, _ = in_process("data", *making)
     assert code == 0
     store = data.TextData.open("store")
     assert store.end_token == 0
     assert f"{store.train.token_count:,}" in out
     assert "it was there already" not in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out, _ = run(["check", "store", "--json"], monkeypatch, capsys)
+    code, out, _ = in_process("data", "check", "store", "--json")
     assert json.loads(out) == {**store.summary(), "end_token": 0, "store": "store"}
-    code, out, errors = run([*making, "--json"], monkeypatch, capsys)
+    code, out, errors = in_process("data", *making, "--json")
     assert json.loads(out)["train"] == store.summary()["train"]
     assert "it was there already" in errors
     tokens = tmp_path / "store/00000.train.tokens"
     tokens.write_bytes(bytes(len(tokens.read_bytes())))
-    code, out, errors = run(["check", "store"], monkeypatch, capsys)
+    code, out, errors = in_process("data", "check", "store")
     assert (code, out) == (2, "")
     assert errors.startswith("error: store/00000.train.tokens: corrupt")
     assert len(errors.splitlines()) == 1
 
 
-def test_a_store_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_store_from_a_data_set(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write_parquet(tmp_path / "set/test-0.parquet", {"body": sentences(400), "id": list(range(400))})
     data.train_tokenizer(sentences(300), 400).save_pretrained(tmp_path / "tokenizer")
     options = ["--dataset", tmp_path / "set", "--split", "test", "--column", "body", "--workers", 1]
     more = ["--tokenizer", tmp_path / "tokenizer/tokenizer.json", "--validation-fraction", 0.3]
-    code, _, _ = run(["prepare", *options, *more, "--out", tmp_path / "store"], monkeypatch, capsys)
+    code, _, _ = in_process("data", "prepare", *options, *more, "--out", tmp_path / "store")
     assert code == 0
     store = data.TextData.open(tmp_path / "store")
     tokenizer = data.load_tokenizer(store.tokenizer_path)
@@ -90,11 +77,11 @@ def test_a_store_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_mistakes(
-    tmp_path: Path, arguments: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, arguments: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_jsonl(tmp_path / "in/a.jsonl", sentences(50))
     monkeypatch.chdir(tmp_path)
-    code, _, errors = run(list(arguments), monkeypatch, capsys)
+    code, _, errors = in_process("data", *arguments)
     assert code == 2
     assert all(part in errors for part in parts)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

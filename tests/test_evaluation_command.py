@@ -22,6 +22,7 @@ import pytest
 import torch
 import typer
 from benchmark_mirror import text, write_data_set, write_mirror
+from commands import exit_code
 from rich.console import Console
 from scipy import stats
 
@@ -73,15 +74,6 @@ def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "out"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["keyshift", "eval", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(stopped.value.code or 0)
-
-
 # What it says and writes
 
 
@@ -91,7 +83,7 @@ def test_a_comparison_is_scored_by_variant_over_its_seeds(
     pytest.importorskip("lm_eval")
     tasks = "paper-gva,hellaswag,lambada_openai,icl,repeated,passkey"
     options = ("--tasks", tasks, "--data-root", "mirror", "--text", "held_out.txt", "--limit", "4")
-    assert run(monkeypatch, "runs/text", *options, "--out", str(here)) == 0
+    assert exit_code(monkeypatch, "eval", "runs/text", *options, "--out", str(here)) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert last == f"report: {here / 'eval.md'}"
@@ -119,7 +111,7 @@ def test_a_comparison_is_scored_by_variant_over_its_seeds(
     assert "\n| gva-shift |" in markdown
     assert not [path for path in here.iterdir() if path.name.endswith(".tmp")]
 
-    assert run(monkeypatch, "runs/text", *options, "--out", str(here), "--json") == 0
+    assert exit_code(monkeypatch, "eval", "runs/text", *options, "--out", str(here), "--json") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(json.dumps(summary(report)))
     assert printed.err.splitlines()[-1] == last
@@ -217,7 +209,7 @@ def test_the_tables_of_the_kv_shifting_paper_are_filled(
         mine = sorted(name for name in configs if isinstance(name, str))
         write_data_set(mirror, data, row, dict.fromkeys(mine, ("test", "validation", "dev")))
     options = ("--tasks", "paper-kvshift", "--data-root", str(mirror), "--limit", "1", "--out", str(here))
-    assert run(monkeypatch, "G=runs/text/runs/gqa/seed-0", *options) == 0
+    assert exit_code(monkeypatch, "eval", "G=runs/text/runs/gqa/seed-0", *options) == 0
     report = EvalReport.model_validate_json((here / "eval.json").read_text())
     for table in PAPERS["paper-kvshift"]:
         (row_,) = paper_rows(report, table).values()
@@ -249,7 +241,7 @@ def test_the_documented_commands_and_options_are_those_that_there_are(workplace:
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that the command ends with, exit code 2."""
-    assert run(monkeypatch, *arguments) == 2
+    assert exit_code(monkeypatch, "eval", *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
@@ -313,7 +305,7 @@ def test_without_the_harness_its_tasks_are_refused_and_the_built_in_ones_run(
     line = refused(monkeypatch, capsys, GQA, "--tasks", "hellaswag", "--out", str(here))
     assert "pip install 'keyshift[eval]'" in line
     options = ("--tasks", "repeated", "--text", "held_out.txt", "--limit", "2", "--out", str(here))
-    assert run(monkeypatch, GQA, *options) == 0
+    assert exit_code(monkeypatch, "eval", GQA, *options) == 0
 
 
 def test_help_loads_neither_the_harness_nor_torch() -> None:
@@ -364,9 +356,9 @@ def test_a_stopped_evaluation_leaves_nothing_half_written_and_goes_on(
         process.kill()
     assert [path.name for path in here.iterdir()] == ["answers"]
     stopped_at = kept(here)
-    assert run(monkeypatch, *options) == 0
+    assert exit_code(monkeypatch, "eval", *options) == 0
     assert 1 <= stopped_at < kept(here)
     resumed = EvalReport.model_validate_json((here / "eval.json").read_text())
-    assert run(monkeypatch, *options[:-1], str(here / "fresh")) == 0
+    assert exit_code(monkeypatch, "eval", *options[:-1], str(here / "fresh")) == 0
     fresh = EvalReport.model_validate_json((here / "fresh/eval.json").read_text())
     assert resumed.scores == fresh.scores

@@ -79,7 +79,7 @@ def test_auto_classes_build_from_a_config() -> None:
     "theirs",
     [
         "from transformers import LlamaForCausalLM",
-        "from transformers import AutoConfig",
+        pytest.param("from transformers import AutoConfig", marks=pytest.mark.slow),
         "from transformers import Trainer",
     ],
 )

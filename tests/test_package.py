@@ -60,6 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.xdist_group("wheel")
 def test_the_wheel_holds_recipes_template_and_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "keyshift/recipes/induction.toml" in names
@@ -68,6 +69,7 @@ def test_the_wheel_holds_recipes_template_and_licence(wheel):
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 
 
+@pytest.mark.xdist_group("wheel")
 def test_an_installed_keyshift_compares_away_from_the_checkout(wheel, tmp_path):
     script = "import keyshift, keyshift.cli; print(keyshift.__file__, flush=True); keyshift.cli.main()"
     small = [
@@ -93,6 +95,7 @@ print(cpu.FOLDER, cpu.missing() or list(cpu.kernels()), sep="\\n")
 
 
 @needs_compiler
+@pytest.mark.xdist_group("wheel")
 def test_a_wheel_built_with_a_compiler_holds_the_kernel(wheel: Path, tmp_path: Path) -> None:
     assert not wheel.name.endswith("-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -158,10 +161,9 @@ def test_a_library_of_other_sources_is_recognised(tmp_path: Path, monkeypatch: p
     assert cpu.missing.__wrapped__().startswith("compiled from other sources than those here")
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "named", [pytest.param(f"{COMPILER} -m64", marks=pytest.mark.slow), f"env {COMPILER}"]
-)
+@pytest.mark.parametrize("named", [f"{COMPILER} -m64", f"env {COMPILER}"])
 def test_a_compiler_may_be_named_with_arguments(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

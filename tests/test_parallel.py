@@ -136,7 +136,7 @@ def test_workers_that_cannot_begin_are_an_error_that_says_why_and_leave_a_report
     assert children() == []
 
 
-@pytest.mark.parametrize("deaths", [1, 1 + parallel.EARLY_DEATHS])
+@pytest.mark.parametrize("deaths", [pytest.param(1, marks=pytest.mark.slow), 1 + parallel.EARLY_DEATHS])
 def test_workers_killed_before_they_can_train_take_no_run_with_them(tmp_path, monkeypatch, deaths):
     """One is replaced; after several in a row the others do the work."""
     begin, begun_slots = parallel._Pool._begin, []
@@ -154,6 +154,7 @@ def test_workers_killed_before_they_can_train_take_no_run_with_them(tmp_path, mo
     assert children() == []
 
 
+@pytest.mark.slow
 def test_what_a_worker_prints_goes_to_standard_error(tmp_path, monkeypatch, capfd):
     """Before it can train, and later: standard output may be the table as JSON."""
     chatty = "print('hello'); import atexit; atexit.register(print, 'goodbye'); "
@@ -195,6 +196,7 @@ def test_a_signal_saves_all_running_runs_and_the_next_call_goes_on(tmp_path, num
         assert (tmp_path / f"out/runs/{folder}/seed-0/checkpoint-{run.steps}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(tmp_path):
     process = begun(tmp_path, ENDLESS)
     group = psutil.Process(process.pid).children(recursive=True)

@@ -6,27 +6,17 @@ import contextlib
 import io
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from browser import chromium_fixture, console_errors, prefer, requested_urls, resize  # noqa: F401
+from commands import exit_code
 from selenium import webdriver
 
-from keyshift import cli
 from keyshift.theory import TheoryReport, command
 from keyshift.theory.report.numbers import number
 from keyshift.theory.results import Check
-
-
-def run(patch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of the command line, in this process."""
-    patch.setattr(sys, "argv", ["keyshift", "theory", *arguments])
-    patch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(stopped.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +24,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run of the command: its folder and what it printed."""
     directory = tmp_path_factory.mktemp("theory") / "out"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert run(patch, "--out", str(directory)) == 0
+        assert exit_code(patch, "theory", "--out", str(directory)) == 0
     return directory, printed.getvalue()
 
 
@@ -117,7 +107,7 @@ def test_json_is_all_that_stdout_holds(
     report = TheoryReport.model_validate_json((written[0] / "theory.json").read_text())
     monkeypatch.setattr(command, "measure", lambda progress: report)
     monkeypatch.setattr(command, "write_theory", lambda report, directory: None)
-    assert run(monkeypatch, "--json", "--out", str(tmp_path)) == 0
+    assert exit_code(monkeypatch, "theory", "--json", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr()
     assert [Check(**row) for row in json.loads(printed.out)] == report.checks
     assert "theory.html" in printed.err
@@ -127,7 +117,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert run(monkeypatch, "--out", str(tmp_path / "file")) == 2
+    assert exit_code(monkeypatch, "theory", "--out", str(tmp_path / "file")) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: out={tmp_path / 'file'} cannot be written")
     assert len(error.splitlines()) == 1

@@ -13,9 +13,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from commands import in_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keyshift import cli
 from keyshift.compare import compare
 from keyshift.corpus import text_of
 from keyshift.data import FileSource, prepare
@@ -273,9 +273,9 @@ def test_the_command_says_how_it_ended_within_80_columns(place):
     assert lines[-1] == "checkpoint: raw/runs/gqa/seed-0/checkpoint-6"
     assert max(map(len, lines)) <= 80
     assert json.loads((place / "raw/recipe.json").read_text())["training"]["steps"] == 6
-    again = keyshift(place, *arguments, "--resume", "auto", "--json")
+    again = in_process(*arguments, "--resume", "auto", "--json", cwd=place)
     assert json.loads(again.stdout)["status"] == "finished"
-    refused = keyshift(place, *arguments)
+    refused = in_process(*arguments, cwd=place)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
 
@@ -334,20 +334,8 @@ def test_trackers_get_what_is_logged_and_need_no_network(place, tmp_path):
     assert list((tmp_path / "trackio").glob("keyshift*"))
 
 
-def in_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """The command without the seconds that starting Python takes: exit code and what it printed."""
-    monkeypatch.setattr(sys, "argv", ["keyshift", "train", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    printed = capsys.readouterr()
-    return int(stopped.value.code or 0), printed.out, printed.err
-
-
-def test_what_it_would_take_is_said_without_text_or_files(monkeypatch, capsys):
-    code, printed, _ = in_process(monkeypatch, capsys, "pretrain/350m", "--dry-run", "--json")
+def test_what_it_would_take_is_said_without_text_or_files():
+    code, printed, _ = in_process("train", "pretrain/350m", "--dry-run", "--json")
     assert code == 0
     rows = {row["variant"]: row for row in json.loads(printed)}
     assert 0.9 < rows["GQA"]["parameters"] / 355e6 < 1.1
@@ -359,10 +347,10 @@ def test_what_it_would_take_is_said_without_text_or_files(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("setting", [[], ["engine.gradient_checkpointing=true"]])
-def test_what_it_would_take_fits_80_columns(monkeypatch, capsys, setting):
+def test_what_it_would_take_fits_80_columns(setting):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        code, printed, _ = in_process(monkeypatch, capsys, "induction", "--dry-run", *setting)
+        code, printed, _ = in_process("train", "induction", "--dry-run", *setting)
     assert code == 0
     assert max(map(len, printed.splitlines())) <= 80
     assert "1-layer GVA" in printed
@@ -392,9 +380,9 @@ def test_what_it_would_take_fits_80_columns(monkeypatch, capsys, setting):
         (["small.toml", "a.jsonl", "--variant", "GQA", "data.stream=true"], "needs data.tokenizer"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_mistake_is_one_line_and_exit_code_2(place, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
-    code, printed, said = in_process(monkeypatch, capsys, *arguments, "--out", str(tmp_path / "out"))
+    code, printed, said = in_process("train", *arguments, "--out", str(tmp_path / "out"))
     assert code == 2
     assert not printed
     assert message in said

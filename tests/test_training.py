@@ -178,7 +178,7 @@ FULL_DISK = """
 """
 
 
-@pytest.mark.parametrize("limit", [1, 3000, 9000])
+@pytest.mark.parametrize("limit", [1, pytest.param(3000, marks=pytest.mark.slow), 9000])
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, limit):
     script = textwrap.dedent(
         FULL_DISK.format(tests=str(__file__).rsplit("/", 1)[0], out=str(tmp_path), limit=limit)
