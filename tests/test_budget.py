@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny import CASES, Case
+from tiny import CASES, FOREIGN, Case
 from torch.utils.flop_counter import FlopCounterMode
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM
@@ -38,7 +38,8 @@ every_mechanism = pytest.mark.parametrize(
         next(each for each in CASES if each.attention == attention and each.position == position)
         for attention in CHOICES["attention"]
         for position in ("rope", "decoupled_rope", "learned")
-    ],
+    ]
+    + FOREIGN[:2],
     ids=str,
 )
 

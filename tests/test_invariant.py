@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CASES, Case, assert_close, build, full, step, tokens
+from tiny import CASES, FOREIGN, Case, assert_close, build, full, step, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -218,7 +218,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FOREIGN], ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_invariant(case: Case, scenario: Callable[[KeyshiftForCausalLM], None]) -> None:
     if case.shifts_query and scenario in IMPOSSIBLE:

@@ -214,10 +214,11 @@ MATCHED = [
     {"attention": "gva", "rope_allocation": "carved"},
     {"attention": "mla", "key_map_init": "matched"},
     {"attention": "gqa", "key_map_init": "matched"},
+    {"attention": "gqa", "key_map_init": "matched", "key_norm": True, "projection_bias": "qkv"},
 ]
 
 
-def matched_model(seed: int, hidden_size: int, query_norm: bool, **mechanism: str) -> KeyshiftForCausalLM:
+def matched_model(seed: int, hidden_size: int, query_norm: bool, **mechanism: Any) -> KeyshiftForCausalLM:
     torch.manual_seed(seed)
     config = KeyshiftConfig(
         vocab_size=256,
@@ -251,9 +252,9 @@ def rms_of_keys_over_queries(model: KeyshiftForCausalLM, ids: Tensor) -> Tensor:
     return torch.stack(ratios)
 
 
-@pytest.mark.parametrize("mechanism", MATCHED, ids=lambda mechanism: "-".join(mechanism.values()))
+@pytest.mark.parametrize("mechanism", MATCHED, ids=lambda mechanism: "-".join(map(str, mechanism.values())))
 @pytest.mark.parametrize("query_norm", [False, True])
-def test_keys_start_at_the_queries_rms(mechanism: dict[str, str], query_norm: bool) -> None:
+def test_keys_start_at_the_queries_rms(mechanism: dict[str, Any], query_norm: bool) -> None:
     """On real text: right on average over draws, and within 5 % in every layer once matched to a batch.
 
     One draw without a batch is off by 5 % (content) to 10 % (rotary), one standard deviation: text of bytes

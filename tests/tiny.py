@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,27 @@ SIZES: dict[str, Any] = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ADOPTED: dict[str, dict[str, Any]] = {
+    "qwen2": {"projection_bias": "qkv", "scaled_rope": YARN},
+    "qwen3": {"projection_bias": "all", "query_norm": True, "key_norm": True},
+    "llama3": {"scaled_rope": LLAMA3},
+    "biases": {"projection_bias": "all"},
+}
+"""What other libraries' models have beside the three axes."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One mechanism x position x shift, and one setting of everything that could interact with them."""
+    """One mechanism x position x shift, and one setting of everything that could interact with them; perhaps
+    what models have that were ``adopted``."""
 
     attention: str
     position: str
@@ -42,13 +60,16 @@ class Case:
     query_norm: bool
     rope_allocation: str
     mlp: str
+    adopted: str = ""
 
     def __str__(self) -> str:
-        return f"{self.attention}-{self.position}-{self.shift}"
+        axes = f"{self.attention}-{self.position}-{self.shift}"
+        return f"{axes}-{self.adopted}" if self.adopted else axes
 
     def config(self, **changes: Any) -> KeyshiftConfig:
         groups = {"num_key_value_heads": 2} if self.attention in GROUPED else {}
-        return KeyshiftConfig(**{**SIZES, **groups, **asdict(self), **changes})
+        fields = {name: value for name, value in asdict(self).items() if name != "adopted"}
+        return KeyshiftConfig(**{**SIZES, **groups, **fields, **ADOPTED.get(self.adopted, {}), **changes})
 
     @property
     def shifts_query(self) -> bool:
@@ -90,12 +111,36 @@ FEW = [
 """A handful that takes every path through the attention module."""
 
 
+FOREIGN = [
+    replace(case("gqa", "rope", "kv"), adopted="qwen2"),
+    replace(case("gqa", "rope", "k"), adopted="qwen3"),
+    replace(case("mqa", "alibi", "kv"), adopted="qwen3"),
+    replace(case("mha", "decoupled_rope", "kv"), adopted="llama3"),
+    replace(case("gva", "decoupled_rope", "kv"), adopted="qwen2"),
+    replace(case("gva", "rope", "k"), adopted="llama3"),
+    replace(case("mla", "rope", "none"), adopted="llama3"),
+    replace(case("shared_kv", "none", "kv"), adopted="biases"),
+]
+
+
 @functools.cache
 def build(case: Case, dtype: torch.dtype = torch.float32) -> KeyshiftForCausalLM:
     """The case's model in evaluation mode; do not change its weights."""
     torch.manual_seed(0)
     model = KeyshiftForCausalLM(case.config()).eval()
+    if case.adopted:
+        draw_biases_and_norms_(model)
     return model.to(torch.bfloat16).to(dtype) if dtype != torch.float32 else model
+
+
+@torch.no_grad()
+def draw_biases_and_norms_(model: torch.nn.Module) -> None:
+    """Away from 0 and 1, where they start and do nothing."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.3)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "shift_init": ("uniform", "spread", "leaning", "identity"),
     "key_map_init": ("matched", "standard"),
     "mlp": ("swiglu", "none"),
+    "projection_bias": ("none", "qkv", "all"),
 }
 """Every field that names a choice, and what it may be."""
 
@@ -58,7 +59,10 @@ class KeyshiftConfig(PreTrainedConfig):
         shift_init: where the weights start: ``uniform`` (the paper's: drawn from U(0, 1), the last 1 minus
             their sum); ``spread`` (as evenly over heads and layers as possible, without a draw); ``leaning``
             (at least half on the token itself); ``identity`` (1 on the token itself: no shift yet).
-        query_norm: RMSNorm on each query head.
+        scaled_rope: RoPE of longer contexts, as transformers' ``rope_parameters`` has it: ``rope_type``
+            (``linear``, ``llama3`` or ``yarn``) and its numbers. None is ordinary RoPE.
+        query_norm, key_norm: RMSNorm on each query head, on each key head (of projected keys only).
+        projection_bias: biases of queries, keys and values (``qkv``, Qwen2's), of the output too (``all``).
         key_map_init: ``matched`` starts reconstructed and rotary keys at the queries' RMS (GVA paper, eq. 15;
             default for ``gva``), ``standard`` draws them like any weight (default elsewhere).
         mlp: ``swiglu`` or ``none`` (an attention-only model).
@@ -84,6 +88,7 @@ class KeyshiftConfig(PreTrainedConfig):
     position: str = "rope"
     shift: str = "none"
     rope_theta: float = 10000.0
+    scaled_rope: dict[str, Any] | None = None
     qk_rope_head_dim: int = None  # type: ignore[assignment]
     rope_allocation: str = "additive"
     kv_lora_rank: int = None  # type: ignore[assignment]
@@ -92,6 +97,8 @@ class KeyshiftConfig(PreTrainedConfig):
     shift_heads: str = None  # type: ignore[assignment]
     shift_init: str = "uniform"
     query_norm: bool = False
+    key_norm: bool = False
+    projection_bias: str = "none"
     key_map_init: str = None  # type: ignore[assignment]
     mlp: str = "swiglu"
     hidden_act: str = "silu"
@@ -111,7 +118,9 @@ class KeyshiftConfig(PreTrainedConfig):
         self._check_special_tokens()
         self._set_defaults()
         self._check_heads()
+        self._check_projections()
         self._check_position()
+        self._check_scaled_rope()
         super().__post_init__(**kwargs)
 
     @property
@@ -140,19 +149,39 @@ class KeyshiftConfig(PreTrainedConfig):
         return self.shift != "none" and what in self.shift
 
     def _take_rope_parameters(self, others: dict[str, Any]) -> None:
-        """transformers' way of writing ``rope_theta``; scaled kinds of RoPE are refused."""
+        """transformers' way of writing ``rope_theta`` and ``scaled_rope``."""
         parameters = others.pop("rope_parameters", None) or others.pop("rope_scaling", None)
         if parameters is None:
             return
         if not isinstance(parameters, dict):
             raise UserError(f"rope_parameters={parameters!r} must be a table; set rope_theta instead")
-        kind = parameters.get("rope_type", "default")
-        if kind != "default":
-            raise UserError(f"rope_parameters with rope_type={kind!r} is not supported; use 'default'")
-        self.rope_theta = parameters.get("rope_theta", self.rope_theta)
+        parameters = {name: value for name, value in parameters.items() if value is not None}
+        if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(
+                "partial_rotary_factor below 1 is not supported: position='rope' turns whole heads"
+            )
+        self.rope_theta = parameters.pop("rope_theta", self.rope_theta)
+        kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
+        self.scaled_rope = None if kind == "default" else parameters
+
+    def _check_scaled_rope(self) -> None:
+        if self.scaled_rope is None:
+            return
+        if self.position not in ("rope", "decoupled_rope"):
+            raise UserError(
+                f"scaled_rope={self.scaled_rope!r} scales RoPE, which position={self.position!r} has not; "
+                "leave it out"
+            )
+        if not isinstance(self.scaled_rope, dict):
+            raise UserError(f"scaled_rope={self.scaled_rope!r} must be a table with rope_type, or left out")
+        from keyshift.attention.rope_scaling import (
+            check_scaling,
+        )  # itself a part of what reads configurations
+
+        check_scaling(self.scaled_rope)
 
     def _check_types(self) -> None:
-        for field in ("query_norm", "use_cache", "tie_word_embeddings"):
+        for field in ("query_norm", "key_norm", "use_cache", "tie_word_embeddings"):
             if not isinstance(getattr(self, field), bool):
                 raise UserError(f"{field}={getattr(self, field)!r} must be true or false")
         for field in ("rope_theta", "rms_norm_eps", "initializer_range"):
@@ -257,6 +286,18 @@ class KeyshiftConfig(PreTrainedConfig):
             raise UserError(
                 f"num_attention_heads={heads} is not divisible by num_key_value_heads={groups}; "
                 "the groups must have equal numbers of query heads"
+            )
+
+    def _check_projections(self) -> None:
+        if self.key_norm and self.attention in RECONSTRUCTED:
+            raise UserError(
+                f"key_norm=True with attention={self.attention!r} would stand between the cached stream and "
+                "the query that meets it; leave it out or use attention='gqa'"
+            )
+        if self.projection_bias != "none" and self.attention == "mla":
+            raise UserError(
+                f"projection_bias={self.projection_bias!r} with attention='mla' is not supported: its latent "
+                "is normalised; leave it out or use attention='gqa'"
             )
 
     def _check_position(self) -> None:

@@ -51,12 +51,13 @@ class Attention(nn.Module):
         self.scaling = config.qk_head_dim**-0.5
         self.source = SOURCES[config.attention](config)
         self.rebuilds = self.rotates_heads and not self.source.projects_keys
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * config.qk_head_dim, bias=False)
+        bias = config.projection_bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * config.qk_head_dim, bias=bias != "none")
         self.q_norm = nn.RMSNorm(config.qk_head_dim, eps=config.rms_norm_eps) if config.query_norm else None
         self.rope_key = (
             nn.Linear(config.hidden_size, self.rope_width, bias=False) if self.rope_width else None
         )
-        self.o_proj = nn.Linear(self.heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(self.heads * config.head_dim, config.hidden_size, bias=bias == "all")
         shift_heads = self.heads if config.shift_heads == "query" else self.source.stream_heads
         self.query_shift = self._shift("query", self.heads)
         self.key_shift = self._shift("key", shift_heads)
@@ -270,7 +271,8 @@ class Attention(nn.Module):
         keys, values = self.source.expand(None, stored.flatten(2))
         back = torch.arange(-frame.first_slot, 0, device=stored.device)
         positions = torch.cat((frame.positions_BT[:, :1] + back, frame.positions_BT), dim=1)
-        keys = rotate(keys, rotation(positions, keys.shape[-1], self.config.rope_theta, keys.dtype))
+        theta, scaling = self.config.rope_theta, self.config.scaled_rope
+        keys = rotate(keys, rotation(positions, keys.shape[-1], theta, keys.dtype, scaling))
         return Streams(keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2), None)
 
 

@@ -6,10 +6,13 @@ Shapes: B batch, T tokens, H heads, D width of a head.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from keyshift.attention.rope_scaling import scaled
 
 
 class Rotation(NamedTuple):
@@ -19,8 +22,14 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation(positions_BT: Tensor, width: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
-    """RoPE's angles: position / theta^(2i / width) for the pair i.
+def rotation(
+    positions_BT: Tensor,
+    width: int,
+    theta: float,
+    dtype: torch.dtype = torch.float32,
+    scaling: Mapping[str, Any] | None = None,
+) -> Rotation:
+    """RoPE's angles: position / theta^(2i / width) for the pair i, or slower (``scaling``).
 
     They are multiplied out in float64 (where the device has it): in float32 the angle at position 4000 is off
     by 1e-4, and a query turned one place back would not meet a key as the key turned one place on does.
@@ -30,12 +39,16 @@ def rotation(positions_BT: Tensor, width: int, theta: float, dtype: torch.dtype 
         width: how many channels are rotated, even.
         theta: the base (``rope_theta``).
         dtype: of what is rotated; the angles' sines and cosines are float32 at least.
+        scaling: see `rope_scaling`; may make cosines and sines larger, too.
     """
     exact = torch.float32 if positions_BT.device.type == "mps" else torch.float64
     pairs = torch.arange(0, width, 2, dtype=exact, device=positions_BT.device)
-    angles = positions_BT[..., None].to(exact) * theta ** (-pairs / width)
+    speeds, size = theta ** (-pairs / width), 1.0
+    if scaling is not None:
+        speeds, size = scaled(speeds, theta, scaling)
+    angles = positions_BT[..., None].to(exact) * speeds
     kept = torch.promote_types(dtype, torch.float32)
-    return Rotation(angles.cos().to(kept), angles.sin().to(kept))
+    return Rotation((angles.cos() * size).to(kept), (angles.sin() * size).to(kept))
 
 
 def rotate(x_BTHD: Tensor, by: Rotation) -> Tensor:

@@ -21,7 +21,8 @@ class SharedKeys(KeySource):
         super().__init__()
         self.groups = config.num_key_value_heads
         self.key_heads = self.value_heads = self.stream_heads = self.groups
-        self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=False)
+        bias = config.projection_bias != "none"
+        self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=bias)
 
     @staticmethod
     def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:

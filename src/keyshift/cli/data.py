@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +10,7 @@ import typer
 from rich.console import Console
 
 from keyshift.cli.app import app
-from keyshift.cli.options import Interruption, print_json
+from keyshift.cli.options import byte_progress, print_json
 from keyshift.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +58,7 @@ def prepare(
 
     console = Console(stderr=as_json, highlight=False)
     there = out.exists()  # if it may stay, it is the store of this text
-    with _reading(console) as progress:
+    with byte_progress(console) as progress:
         store = text.prepare(
             source,
             out,
@@ -88,7 +85,7 @@ def check(
 
     console = Console(stderr=as_json, highlight=False)
     opened = TextData.open(store)
-    with _reading(console) as progress:
+    with byte_progress(console) as progress:
         opened.verify(progress)
     _print(opened, store, as_json, console)
     console.print("every file is as it was written")
@@ -111,38 +108,6 @@ def _source(
     if config is not None:
         raise UserError(f"--config={config} is for --dataset NAME; leave it out")
     return FileSource(paths or [], column)
-
-
-@contextmanager
-def _reading(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes with rate and time left for as long as the context lasts; asked to stop, it does."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    from keyshift.progress import SILENCE
-
-    columns = (
-        BarColumn(bar_width=20),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with (
-        Interruption() as stop,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars,
-    ):
-        task = bars.add_task("", total=None)
-        spoke = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal spoke
-            if stop():
-                raise KeyboardInterrupt
-            bars.update(task, completed=done, total=total or None)
-            if not console.is_terminal and time.monotonic() - spoke > SILENCE:
-                spoke = time.monotonic()
-                console.print(f"{done / 1e6:,.0f} MB" + f" of {total / 1e6:,.0f}" * bool(total))
-
-        yield progress
 
 
 def _print(store: TextData, place: Path, as_json: bool, console: Console) -> None:

@@ -1,14 +1,18 @@
-"""What several commands share: overrides, JSON on stdout, an orderly stop."""
+"""What several commands share: overrides, JSON on stdout, an orderly stop, a bar of bytes."""
 
 from __future__ import annotations
 
 import json
 import signal
+import time
 import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from keyshift.errors import UserError
 
@@ -54,3 +58,35 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+
+
+@contextmanager
+def byte_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes with rate and time left for as long as the context lasts; asked to stop, it does."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from keyshift.progress import SILENCE
+
+    columns = (
+        BarColumn(bar_width=20),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with (
+        Interruption() as stop,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars,
+    ):
+        task = bars.add_task("", total=None)
+        spoke = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal spoke
+            if stop():
+                raise KeyboardInterrupt
+            bars.update(task, completed=done, total=total or None)
+            if not console.is_terminal and time.monotonic() - spoke > SILENCE:
+                spoke = time.monotonic()
+                console.print(f"{done / 1e6:,.0f} MB" + f" of {total / 1e6:,.0f}" * bool(total))
+
+        yield progress

@@ -54,7 +54,9 @@ def count_parameters(config: KeyshiftConfig) -> Counts:
     shift = within(model, Shift)
     inner = total - outside
     block = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-    return Counts(total, inner, shift, inner - shift - within(model, nn.RMSNorm) + head, block)
+    added = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith("bias"))
+    multiplied = inner - shift - within(model, nn.RMSNorm) - added + head
+    return Counts(total, inner, shift, multiplied, block)
 
 
 def flops_per_token(config: KeyshiftConfig, sequence_length: int) -> int:

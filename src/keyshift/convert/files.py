@@ -1,0 +1,171 @@
+"""The files of a checkpoint: safetensors in one or several shards, read by their headers, written one by one.
+
+Nothing is ever unpickled. A shard is in memory at a time, so that a checkpoint may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from keyshift.errors import UserError, first_line
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NOT_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+"""What goes along: tokenizer, generation settings, licence."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint: where it is and what it is, without its content."""
+
+    shard: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a checkpoint folder, by their headers.
+
+    Attributes:
+        entries: by name.
+        sizes: bytes of every shard.
+    """
+
+    folder: Path
+    entries: Mapping[str, Entry]
+    sizes: Mapping[str, int]
+
+
+def fetched(name: str) -> Path:
+    """The folder of a checkpoint; one on the hub is downloaded: safetensors and what goes along, no code.
+
+    Raises:
+        UserError: neither a folder nor a repository that can be reached.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"SRC {name!r}: no such folder; pass a checkpoint folder or a hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *NOT_WEIGHTS]))
+    except Exception as error:  # whatever the hub or the network have to say
+        raise UserError(
+            f"SRC {name!r}: neither a folder here nor a model that the hub gives ({first_line(error)})"
+        ) from error
+
+
+def read_headers(folder: Path) -> Weights:
+    """What tensors a checkpoint has.
+
+    Raises:
+        UserError: no safetensors (pickled weights are refused), a shard that is missing or damaged.
+    """
+    shards = _shards(folder)
+    entries: dict[str, Entry] = {}
+    for shard in shards:
+        try:
+            with safe_open(folder / shard, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118 - not a dict
+                    part = content.get_slice(name)
+                    entries[name] = Entry(shard, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{folder / shard} cannot be read: {first_line(error)}") from error
+    return Weights(folder, entries, {shard: (folder / shard).stat().st_size for shard in shards})
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / INDEX).exists():
+        try:
+            shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{folder / INDEX} is no index of shards: {first_line(error)}") from error
+        for shard in shards:
+            if Path(shard).name != shard or not (folder / shard).exists():
+                raise UserError(f"{folder / INDEX} names {shard!r}, which is not there")
+        return shards
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS]
+    pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{folder} has {pickled[0]}, a pickle, which can run code when it is loaded; save the model "
+            "again with save_pretrained, which writes safetensors"
+        )
+    raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: no checkpoint of safetensors")
+
+
+def written(
+    weights: Weights,
+    target: Path,
+    rename: Callable[[str], str | None],
+    added: Mapping[str, Tensor],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write every tensor under its new name to ``target``, and ``added`` into the last shard.
+
+    Args:
+        rename: the new name; None leaves the tensor out.
+        progress: called with bytes written and bytes in all.
+    """
+    places: dict[str, str] = {}
+    total, done = sum(weights.sizes.values()), 0
+    last = [*weights.sizes][-1]
+    for shard, tensors in _renamed(weights, rename):
+        tensors |= added if shard == last else {}
+        save_file(tensors, target / shard, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, shard)
+        done += weights.sizes[shard]
+        progress(done, total)
+    if set(places.values()) != {WEIGHTS}:
+        size = sum((target / shard).stat().st_size for shard in set(places.values()))
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (target / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _renamed(
+    weights: Weights, rename: Callable[[str], str | None]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Shard by shard, the tensors under their new names."""
+    for shard in weights.sizes:
+        with safe_open(weights.folder / shard, framework="pt") as content:
+            names = {name: rename(name) for name in content.keys()}  # noqa: SIM118
+            yield shard, {new: content.get_tensor(name) for name, new in names.items() if new is not None}
+
+
+def copy_others(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings and licence; not the configuration."""
+    for pattern in NOT_WEIGHTS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file() and path.name not in ("config.json", INDEX):
+                shutil.copyfile(path, target / path.name)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of its config.json.
+
+    Raises:
+        UserError: there is none, or it is not JSON.
+    """
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} has no config.json: not a checkpoint") from error
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{folder / 'config.json'} is not a configuration")
+    return content
