@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from keyshift.attention.shift import Shift
+from keyshift.attention.shift import shift_parameters
 from keyshift.cache import cache_bytes_per_token
 from keyshift.cluster import Cluster, execute_on_cluster
 from keyshift.corpus import Corpus, text_of
@@ -223,13 +223,12 @@ def _model(run: Run) -> KeyshiftForCausalLM:
 
 def _variant(run: Run) -> VariantResult:
     model = _model(run)
-    shift_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Shift))
     return VariantResult(
         name=run.variant.name,
         labels=run.variant.labels,
         config=run.variant.model,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        shift_parameters=shift_parameters,
+        shift_parameters=sum(weight.numel() for weight in shift_parameters(model)),
         cache_bytes_per_token=cache_bytes_per_token(run.config, model.dtype),
         cache_bytes_per_token_measured=measured_bytes_per_token(model),
     )

@@ -26,6 +26,7 @@ from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.provenance import environment
 from keyshift.recipe import VARIANT, Recipe, Variant, build_task
 from keyshift.results import Point, RunResult, Status
+from keyshift.start import configuration_at, starting_model
 from keyshift.training import (
     BatchSource,
     MixedSource,
@@ -169,6 +170,11 @@ def _as_large(
     labels = {**grid[name].labels, VARIANT: reference}
     target = next(models[other] for other, variant in grid.items() if variant.labels == labels)
     config = models[name]
+    if grid[name].training.start_from is not None:
+        raise UserError(
+            f"equal_parameters={reference!r} cannot change variant {name!r}, which starts from a checkpoint; "
+            "leave it out"
+        )
     per_channel = 3 * config.hidden_size * config.num_hidden_layers
     channels = config.intermediate_size + round((parameters(target) - parameters(config)) / per_channel)
     if channels >= WIDE:
@@ -189,10 +195,15 @@ def parameters(config: KeyshiftConfig) -> int:
 
 def config_of(variant: Variant, source: Sized) -> KeyshiftConfig:
     """The model of a variant. Raises `UserError`, naming the variant, for settings that contradict."""
-    length = source.sequence_length
+    length, training = source.sequence_length, variant.training
     sizes = {"max_position_embeddings": length, **source.special_tokens, **variant.model}
     try:
-        config = KeyshiftConfig(vocab_size=source.vocab_size, **sizes)
+        if training.start_from is None:
+            config = KeyshiftConfig(vocab_size=source.vocab_size, **sizes)
+        else:
+            config = configuration_at(training.start_from, variant.model, source.vocab_size)
+        if training.trained == "shift" and config.shift == "none":
+            raise UserError("training.trained='shift', but the model has no shift; use 'all'")
     except UserError as error:
         raise UserError(f"variant {variant.name!r}: {error}") from error
     if config.max_position_embeddings < length:
@@ -312,7 +323,7 @@ def _trained(
 ) -> RunResult:
     transformers.set_seed(run.seed)
     source = sources.of(run.variant)
-    model = KeyshiftForCausalLM(run.config)
+    model = starting_model(run.config, run.variant.training, source.tokenizer_path)
     try:
         outcome = train(
             model,

@@ -97,6 +97,18 @@ class Shift(nn.Module):
         return shift_sequence(x_BTGD, weights, starts_BT, first_slot)
 
 
+def shift_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of every shift in a model."""
+    return [module.weight for module in model.modules() if isinstance(module, Shift)]
+
+
+def train_only_shifts_(model: nn.Module) -> None:
+    """Keep all other weights as they are."""
+    model.requires_grad_(False)
+    for weight in shift_parameters(model):
+        weight.requires_grad_(True)
+
+
 def spread(first: int, heads: int, role: str, steps: int) -> Tensor:
     """Heads ``first`` … ``first + heads - 1`` of a scrambled Sobol sequence, always the same, [heads, steps].
 

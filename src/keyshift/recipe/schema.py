@@ -60,6 +60,11 @@ class TextData(Section):
 class Training(Section):
     """Optimiser, schedule, evaluation. Steps are optimiser steps."""
 
+    start_from: str | None = Field(
+        None,
+        description="a keyshift checkpoint whose model and weights training starts from; None: fresh ones",
+    )
+    trained: Literal["all", "shift"] = Field("all", description="which weights move: all, or α, β, γ alone")
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(1e-3, gt=0)

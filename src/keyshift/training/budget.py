@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from keyshift.configuration import KeyshiftConfig
 from keyshift.recipe import Engine, Training
@@ -100,7 +100,13 @@ def budget(
     flops = flops_per_token(config, sequence_length)
     rows = micro_batch_rows(training, engine, world_size)
     memory = memory_bytes(
-        config, engine, rows=rows, sequence_length=sequence_length, world_size=world_size, half=half
+        config,
+        engine,
+        trained=training.trained,
+        rows=rows,
+        sequence_length=sequence_length,
+        world_size=world_size,
+        half=half,
     )
     seconds = None
     if timed is not None and timed.micro_batch is not None and timed.update is not None:
@@ -135,6 +141,7 @@ def memory_bytes(
     config: KeyshiftConfig,
     engine: Engine,
     *,
+    trained: Literal["all", "shift"] = "all",
     rows: int,
     sequence_length: int,
     world_size: int,
@@ -159,17 +166,18 @@ def memory_bytes(
         sharded=sharded,
         recompute=engine.gradient_checkpointing,
     )
-    own = -(-counts.total // world_size) if sharded else counts.total
+    moved = counts.shift if trained == "shift" else counts.total
+    own, own_moved = (-(-count // world_size) if sharded else count for count in (counts.total, moved))
     copies = saved.casts
     if sharded:
         outside = counts.total - config.num_hidden_layers * counts.block
         copies += (outside + 2 * counts.block) * (2 if half else FLOAT32)
     elif world_size > 1:
-        copies += counts.total * FLOAT32
+        copies += moved * FLOAT32
     return {
         "weights": own * FLOAT32,
-        "gradients": own * FLOAT32,
-        "optimizer": 2 * own * FLOAT32,
+        "gradients": own_moved * FLOAT32,
+        "optimizer": 2 * own_moved * FLOAT32,
         "copies": copies,
         "activations": saved.activations,
     }

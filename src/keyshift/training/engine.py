@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
+from keyshift.attention.shift import train_only_shifts_
 from keyshift.errors import UserError
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Engine, Training
@@ -154,10 +155,12 @@ def _prepare(
             raise UserError(
                 f"engine.parallel={engine.parallel!r}: {checkpoint} was saved the other way; resume it so"
             )
-    elif model.config.key_map_init == "matched":
+    elif model.config.key_map_init == "matched" and settings.start_from is None:
         first = source.train_batch(seed, 0, settings.batch_size)
         rows = {name: tensor[:MATCHED_ROWS] for name, tensor in first.items() if name != "labels"}
         model.to(device).match_keys_(**{name: tensor.to(device) for name, tensor in rows.items()})
+    if settings.trained == "shift":
+        train_only_shifts_(model)
     if engine.gradient_checkpointing:
         recompute_activations_(model)
     blocks: Sequence[nn.Module] = list(model.model.layers)

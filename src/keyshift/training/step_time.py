@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from keyshift.attention.shift import train_only_shifts_
 from keyshift.configuration import KeyshiftConfig
 from keyshift.recipe import Engine, Training
 from keyshift.training.activations import recompute_activations_
@@ -57,7 +58,13 @@ def time_step(
     alone = engine.model_copy(update={"parallel": "ddp"})  # a share of a sharded model does not run by itself
     needed = sum(
         memory_bytes(
-            config, alone, rows=rows, sequence_length=sequence_length, world_size=1, half=half
+            config,
+            alone,
+            trained=training.trained,
+            rows=rows,
+            sequence_length=sequence_length,
+            world_size=1,
+            half=half,
         ).values()
     )
     free = _free_bytes(device)
@@ -68,17 +75,25 @@ def time_step(
         return StepTime(
             why_not=f"{rows} rows would take some {expected / 60:.3g} minutes on this {device.type}"
         )
-    return _timed(config, alone, rows, sequence_length, device, half)
+    return _timed(config, training, alone, rows, sequence_length, device, half)
 
 
 def _timed(
-    config: KeyshiftConfig, engine: Engine, rows: int, sequence_length: int, device: torch.device, half: bool
+    config: KeyshiftConfig,
+    training: Training,
+    engine: Engine,
+    rows: int,
+    sequence_length: int,
+    device: torch.device,
+    half: bool,
 ) -> StepTime:
     from keyshift.modeling import KeyshiftForCausalLM
 
     with device:
         model = KeyshiftForCausalLM(config).train()
         ids = torch.randint(config.vocab_size, (rows, sequence_length))
+    if training.trained == "shift":
+        train_only_shifts_(model)
     if engine.gradient_checkpointing:
         recompute_activations_(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from keyshift.attention.shift import Shift
+from keyshift.attention.shift import shift_parameters
 from keyshift.errors import NonFiniteLoss, RunError, first_line
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.recipe import Engine, Training
@@ -104,7 +104,7 @@ class KeyshiftTrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        shifts = {id(m.weight) for m in self.model.modules() if isinstance(m, Shift)}
+        shifts = {id(weight) for weight in shift_parameters(self.model)}
         settings = self.settings
         decay = settings.weight_decay if settings.shift_weight_decay is None else settings.shift_weight_decay
         own = {"lr": settings.learning_rate * settings.shift_learning_rate, "weight_decay": decay}
