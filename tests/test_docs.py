@@ -328,5 +328,6 @@ def test_every_option_is_documented() -> None:
     assert table(section("docs/caches.md", "## The table for a model you have")).keys() == options("cache")
     assert table(section("docs/circuits.md", "## Options")).keys() - {"MODEL"} == options("circuits")
     assert table(section("docs/evaluate.md", "## Options")).keys() == options("eval")
+    assert table(section("docs/decoding.md", "## Generating text")).keys() == options("generate")
     assert table(section("docs/convert.md", "## Options")).keys() == options("convert")
     assert table(section("docs/pretrain.md", "## Options")).keys() == options("train")

@@ -18,12 +18,12 @@ from keyshift.data import prepare, train_tokenizer
 from keyshift.evaluation.builtin import Settings
 from keyshift.evaluation.in_context import in_context
 from keyshift.evaluation.in_context import lengths as icl_lengths
-from keyshift.evaluation.loading import Opened, open_checkpoint
 from keyshift.evaluation.passkey import DEPTHS, FILLER, passkey, requests
 from keyshift.evaluation.passkey import lengths as passkey_lengths
 from keyshift.evaluation.repeated import lengths as repeated_lengths
 from keyshift.evaluation.repeated import repeated
 from keyshift.evaluation.text import held_out, passages
+from keyshift.opened import Opened, open_checkpoint
 
 
 @pytest.fixture(scope="module")

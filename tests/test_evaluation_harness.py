@@ -22,8 +22,8 @@ from keyshift import KeyshiftConfig, KeyshiftForCausalLM, UserError
 from keyshift.data import train_tokenizer
 from keyshift.evaluation.answers import Answers
 from keyshift.evaluation.command import Request, evaluate_models
-from keyshift.evaluation.loading import Opened, open_checkpoint
 from keyshift.evaluation.results import EvalReport, Score
+from keyshift.opened import Opened, open_checkpoint
 
 pytest.importorskip("lm_eval")
 

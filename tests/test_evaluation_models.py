@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM, UserError
 from keyshift.data import train_tokenizer
-from keyshift.evaluation.loading import check_checkpoint, fingerprint, open_checkpoint
 from keyshift.evaluation.models import find_models
+from keyshift.opened import check_checkpoint, fingerprint, open_checkpoint
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def configuration_at(start: str, fields: dict[str, Any], vocab_size: int) -> Key
     Raises:
         UserError: no such checkpoint, not one of ours, a field that differs, too small a vocabulary.
     """
-    config = load_config(str(Path(start).expanduser()))
+    config = load_config(os.path.expanduser(start))
     if not isinstance(config, KeyshiftConfig):
         raise UserError(
             f"training.start_from={start!r} is a {config.model_type} model; keyshift convert makes a "
@@ -56,7 +57,7 @@ def starting_model(config: KeyshiftConfig, training: Training, tokenizer: Path |
     """
     if training.start_from is None:
         return KeyshiftForCausalLM(config)
-    start = str(Path(training.start_from).expanduser())
+    start = os.path.expanduser(training.start_from)
     own = tokenizer_of(start)
     if own is not None and tokenizer is not None:
         given = tokenizer_of(str(tokenizer))

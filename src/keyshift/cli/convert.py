@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from keyshift.cli.app import app
-from keyshift.cli.options import byte_progress, print_json
+from keyshift.cli.options import byte_progress, print_json, size
 
 
 @app.command()
@@ -54,8 +54,8 @@ def _lines(needs: dict[str, Any]) -> list[str]:
     added = f", {needs['added_parameters']:,} of them new" if needs["added_parameters"] else ""
     return [
         f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}",
-        f"disk {_size(needs['disk_bytes'])}, memory {_size(needs['memory_bytes'])} at a time, "
-        f"{_size(needs['compare_bytes'])} to compare logits",
+        f"disk {size(needs['disk_bytes'])}, memory {size(needs['memory_bytes'])} at a time, "
+        f"{size(needs['compare_bytes'])} to compare logits",
     ]
 
 
@@ -64,7 +64,3 @@ def _agreement(difference: float | None) -> str:
         return "logits: not compared, two such models do not fit into the memory that is free"
     exact = "equal to the last bit" if difference == 0 else f"largest relative difference {difference:.1e}"
     return f"logits: {exact}, in float32 on random tokens"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -34,6 +34,13 @@ def print_json(rows: Any) -> None:
     typer.echo(json.dumps(rows, indent=2))
 
 
+def size(count: int) -> str:
+    """Bytes for readers: 1.5 kB, 12.00 MB, 0.30 GB."""
+    if count >= 1e8:
+        return f"{count / 1e9:,.2f} GB"
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
 class Interruption:
     """Ctrl-C, SIGTERM or a closed terminal asks for an orderly stop; a second one stops at once."""
 

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from keyshift.checkpoint import errors_only
 from keyshift.evaluation.answers import Answers
 from keyshift.evaluation.harness_model import Model, Progress
-from keyshift.evaluation.loading import Opened
 from keyshift.evaluation.local_data import check_local, load_tasks
 from keyshift.evaluation.results import SHARES, Score
 from keyshift.evaluation.tasks import Plan, check_names
+from keyshift.opened import Opened
 
 SEED = 1234
 """The harness's own, of everything that tasks draw."""

@@ -15,11 +15,11 @@ from keyshift.errors import RunError, UserError
 from keyshift.evaluation import in_context, passkey, repeated
 from keyshift.evaluation.answers import Answers, key_of
 from keyshift.evaluation.builtin import Measure, Settings
-from keyshift.evaluation.loading import Opened, check_checkpoint, check_placement, open_checkpoint
 from keyshift.evaluation.models import Models, find_models
 from keyshift.evaluation.report import write_eval
 from keyshift.evaluation.results import EvalReport, Score
 from keyshift.evaluation.tasks import Plan, plan_tasks
+from keyshift.opened import Opened, check_checkpoint, check_placement, open_checkpoint
 from keyshift.provenance import command_line, environment, moment
 
 Progress = Callable[[str, int, int], None]

@@ -12,7 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from keyshift.errors import UserError
 from keyshift.evaluation.answers import Answers, key_of
-from keyshift.evaluation.loading import Opened, with_start
+from keyshift.opened import Opened, with_start
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is, and of how much."""

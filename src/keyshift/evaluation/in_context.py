@@ -6,9 +6,9 @@ import torch
 
 from keyshift.errors import UserError
 from keyshift.evaluation.builtin import Measure, Settings
-from keyshift.evaluation.loading import Opened
 from keyshift.evaluation.scoring import Tick, token_losses
 from keyshift.evaluation.text import passages
+from keyshift.opened import Opened
 
 EARLY, LATE = 50, 500
 PASSAGES = 1000

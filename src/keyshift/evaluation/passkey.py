@@ -6,8 +6,8 @@ from random import Random
 
 from keyshift.errors import UserError
 from keyshift.evaluation.builtin import Measure, Settings
-from keyshift.evaluation.loading import Opened
 from keyshift.evaluation.scoring import Tick, log_likelihoods
+from keyshift.opened import Opened
 
 INTRODUCTION = (
     "There is an important number hidden inside a lot of irrelevant text. Find it and memorize it. "

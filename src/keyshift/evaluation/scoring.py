@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from keyshift.evaluation.loading import Opened
+from keyshift.opened import Opened
 
 Tick = Callable[[int, int], None]
 """Called with how many sequences are done, and of how many."""

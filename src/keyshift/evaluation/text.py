@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keyshift.data import TextData, find_files, load_tokenizer, read_documents
 from keyshift.errors import UserError
-from keyshift.evaluation.loading import Opened
+from keyshift.opened import Opened
 
 
 def held_out(path: Path) -> Iterator[str]:

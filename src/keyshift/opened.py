@@ -1,11 +1,12 @@
-"""A checkpoint opened for evaluation: model, tokenizer, the token that begins a request, its fingerprint."""
+"""A checkpoint opened to be asked: model, tokenizer, the token that begins a request, its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ class Opened:
         name: the folder or hub name.
         start: id of the token that every request begins with; None where there is none to put.
         positions: tokens that fit.
-        fingerprint: a hash of weights, configuration and tokenizer, as loaded.
     """
 
     name: str
@@ -46,7 +46,11 @@ class Opened:
     tokenizer: Any
     start: int | None
     positions: int
-    fingerprint: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of weights, configuration and tokenizer, as loaded."""
+        return fingerprint(self.model, self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens behind exactly one start token, if there is one."""
@@ -67,7 +71,7 @@ def check_checkpoint(name: str) -> int:
         UserError: nothing there, no causal language model, no tokenizer or one without BOS and EOS, a
             tokenizer with more tokens than the model has embeddings.
     """
-    config = load_config(str(Path(name).expanduser()))
+    config = load_config(os.path.expanduser(name))
     tokenizer = load_tokenizer(name)
     start_token(tokenizer, config)
     _check_vocabulary(name, tokenizer, config.get_text_config().vocab_size)
@@ -105,10 +109,10 @@ def open_checkpoint(name: str, device: str, dtype: str) -> Opened:
             dtype.
     """
     place = check_placement(device, dtype)
-    config = load_config(str(Path(name).expanduser()))
+    config = load_config(os.path.expanduser(name))
     tokenizer = load_tokenizer(name)
     start = start_token(tokenizer, config)
-    where = str(Path(name).expanduser())
+    where = os.path.expanduser(name)
     logging.disable_progress_bar()  # transformers draws one for every checkpoint
     try:
         model = load_strictly(
@@ -125,7 +129,7 @@ def open_checkpoint(name: str, device: str, dtype: str) -> Opened:
         raise UserError(f"checkpoint {name} cannot be loaded: {first_line(error)}") from error
     _check_vocabulary(name, tokenizer, model.get_input_embeddings().num_embeddings)
     model = model.to(place).eval()
-    return Opened(name, model, tokenizer, start, positions_of(config), fingerprint(model, tokenizer))
+    return Opened(name, model, tokenizer, start, positions_of(config))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -134,7 +138,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    tokenizer = tokenizer_of(str(Path(name).expanduser()))
+    tokenizer = tokenizer_of(os.path.expanduser(name))
     if tokenizer is None:
         raise UserError(
             f"checkpoint {name} has no tokenizer; save the one that it was trained with beside its weights, "
