@@ -42,6 +42,7 @@ ADOPTED: dict[str, dict[str, Any]] = {
     "qwen3": {"projection_bias": "all", "query_norm": True, "key_norm": True},
     "llama3": {"scaled_rope": LLAMA3},
     "biases": {"projection_bias": "all"},
+    "converted": {"projection_bias": "qkv", "rope_pairs": [3, 0]},
 }
 """What other libraries' models have beside the three axes."""
 
@@ -118,6 +119,7 @@ FOREIGN = [
     replace(case("mha", "decoupled_rope", "kv"), adopted="llama3"),
     replace(case("gva", "decoupled_rope", "kv"), adopted="qwen2"),
     replace(case("gva", "rope", "k"), adopted="llama3"),
+    replace(case("gva", "decoupled_rope", "k"), adopted="converted"),
     replace(case("mla", "rope", "none"), adopted="llama3"),
     replace(case("shared_kv", "none", "kv"), adopted="biases"),
 ]

@@ -61,6 +61,8 @@ class KeyshiftConfig(PreTrainedConfig):
             (at least half on the token itself); ``identity`` (1 on the token itself: no shift yet).
         scaled_rope: RoPE of longer contexts, as transformers' ``rope_parameters`` has it: ``rope_type``
             (``linear``, ``llama3`` or ``yarn``) and its numbers. None is ordinary RoPE.
+        rope_pairs: which of the pairs of ``head_dim`` channels decoupled RoPE turns as (0 is the fastest); a
+            pair may be there twice. None: those of a head of its own width. A converted model's.
         query_norm, key_norm: RMSNorm on each query head, on each key head (of projected keys only).
         projection_bias: biases of queries, keys and values (``qkv``, Qwen2's), of the output too (``all``).
         key_map_init: ``matched`` starts reconstructed and rotary keys at the queries' RMS (GVA paper, eq. 15;
@@ -89,6 +91,7 @@ class KeyshiftConfig(PreTrainedConfig):
     shift: str = "none"
     rope_theta: float = 10000.0
     scaled_rope: dict[str, Any] | None = None
+    rope_pairs: list[int] | None = None
     qk_rope_head_dim: int = None  # type: ignore[assignment]
     rope_allocation: str = "additive"
     kv_lora_rank: int = None  # type: ignore[assignment]
@@ -121,6 +124,7 @@ class KeyshiftConfig(PreTrainedConfig):
         self._check_projections()
         self._check_position()
         self._check_scaled_rope()
+        self._check_rope_pairs()
         super().__post_init__(**kwargs)
 
     @property
@@ -179,6 +183,26 @@ class KeyshiftConfig(PreTrainedConfig):
         )  # itself a part of what reads configurations
 
         check_scaling(self.scaled_rope)
+
+    def _check_rope_pairs(self) -> None:
+        pairs = self.rope_pairs
+        if pairs is None:
+            return
+        if self.position != "decoupled_rope":
+            raise UserError(
+                f"rope_pairs={pairs!r} is for position='decoupled_rope', not {self.position!r}; leave it out"
+            )
+        known = isinstance(pairs, list) and all(type(pair) is int for pair in pairs)
+        if not known or any(not 0 <= pair < self.head_dim // 2 for pair in pairs):
+            raise UserError(
+                f"rope_pairs={pairs!r} must be a list of numbers from 0 to {self.head_dim // 2 - 1}: half of "
+                f"head_dim={self.head_dim}"
+            )
+        if 2 * len(pairs) != self.qk_rope_head_dim:
+            raise UserError(
+                f"rope_pairs has {len(pairs)} pairs and qk_rope_head_dim={self.qk_rope_head_dim} channels; "
+                "there must be two channels for a pair"
+            )
 
     def _check_types(self) -> None:
         for field in ("query_norm", "key_norm", "use_cache", "tie_word_embeddings"):

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from keyshift.attention.frame import Frame, build_frame
-from keyshift.attention.module import Attention
+from keyshift.attention.module import Attention, attentions
 from keyshift.attention.shift import Shift
 from keyshift.attention.source import KeySource, query_rms
 from keyshift.cache import KeyshiftCache
@@ -279,10 +279,9 @@ class KeyshiftForCausalLM(KeyshiftPreTrainedModel, GenerationMixin):
         A fresh model's are right on average over draws (``key_map_init="matched"``); one draw of a small
         model is off by a tenth. Call before training, with a batch of what will be trained on.
         """
-        layers = [module for module in self.modules() if isinstance(module, Attention)]
         hooks = [
             layer.register_forward_pre_hook(lambda layer, args: layer.match_keys_(args[0]))
-            for layer in layers
+            for layer in attentions(self)
         ]
         try:
             self.model(input_ids, use_cache=False, **inputs)

@@ -63,7 +63,14 @@ def build_frame(
     turned = bool(first_slot) and config.position == "rope" and config.shifts("k")
     steps = 0 if not config.rotary_width else config.shift_window if turned else 1
     rotations = tuple(
-        rotation(positions - back, config.rotary_width, config.rope_theta, x_BTE.dtype, config.scaled_rope)
+        rotation(
+            positions - back,
+            config.rotary_width if config.rope_pairs is None else config.head_dim,
+            config.rope_theta,
+            x_BTE.dtype,
+            config.scaled_rope,
+            config.rope_pairs,
+        )
         for back in range(steps)
     )
     slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device) if config.position == "alibi" else None

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, self.heads * config.qk_head_dim, bias=bias != "none")
         self.q_norm = nn.RMSNorm(config.qk_head_dim, eps=config.rms_norm_eps) if config.query_norm else None
         self.rope_key = (
-            nn.Linear(config.hidden_size, self.rope_width, bias=False) if self.rope_width else None
+            nn.Linear(config.hidden_size, self.rope_width, bias=bias != "none") if self.rope_width else None
         )
         self.o_proj = nn.Linear(self.heads * config.head_dim, config.hidden_size, bias=bias == "all")
         shift_heads = self.heads if config.shift_heads == "query" else self.source.stream_heads
@@ -109,7 +109,9 @@ class Attention(nn.Module):
         keys, _ = self.source.expand(*self.source.project(x_BTE))
         self.source.scale_keys_(rms(content) / rms(keys))
         if self.rope_key is not None:
-            self.rope_key.weight.mul_(rms(rotary) / rms(self.rope_key(x_BTE)))
+            factor = rms(rotary) / rms(self.rope_key(x_BTE))
+            for parameter in self.rope_key.parameters():
+                parameter.mul_(factor)
 
     def _raw_queries(self, x_BTE: Tensor) -> Tensor:
         """Queries [B, T, H, d_qk], normalised, neither shifted nor rotated."""
@@ -274,6 +276,11 @@ class Attention(nn.Module):
         theta, scaling = self.config.rope_theta, self.config.scaled_rope
         keys = rotate(keys, rotation(positions, keys.shape[-1], theta, keys.dtype, scaling))
         return Streams(keys, values.repeat_interleave(keys.shape[2] // values.shape[2], dim=2), None)
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    """The attention of every layer, in order."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def rms(x: Tensor) -> Tensor:

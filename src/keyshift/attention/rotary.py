@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, H heads, D width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ def rotation(
     theta: float,
     dtype: torch.dtype = torch.float32,
     scaling: Mapping[str, Any] | None = None,
+    pairs: Sequence[int] | None = None,
 ) -> Rotation:
     """RoPE's angles: position / theta^(2i / width) for the pair i, or slower (``scaling``).
 
@@ -40,12 +41,15 @@ def rotation(
         theta: the base (``rope_theta``).
         dtype: of what is rotated; the angles' sines and cosines are float32 at least.
         scaling: see `rope_scaling`; may make cosines and sines larger, too.
+        pairs: only these, in this order.
     """
     exact = torch.float32 if positions_BT.device.type == "mps" else torch.float64
-    pairs = torch.arange(0, width, 2, dtype=exact, device=positions_BT.device)
-    speeds, size = theta ** (-pairs / width), 1.0
+    channels = torch.arange(0, width, 2, dtype=exact, device=positions_BT.device)
+    speeds, size = theta ** (-channels / width), 1.0
     if scaling is not None:
         speeds, size = scaled(speeds, theta, scaling)
+    if pairs is not None:
+        speeds = speeds[list(pairs)]
     angles = positions_BT[..., None].to(exact) * speeds
     kept = torch.promote_types(dtype, torch.float32)
     return Rotation((angles.cos() * size).to(kept), (angles.sin() * size).to(kept))

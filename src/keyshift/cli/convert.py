@@ -1,15 +1,19 @@
-"""``keyshift convert``: a checkpoint of another library as a keyshift model, and back."""
+"""``keyshift convert``: a checkpoint of another library as a keyshift model, and back; another mechanism."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from keyshift.cli.app import app
 from keyshift.cli.options import byte_progress, print_json, size
+from keyshift.errors import UserError
+
+if TYPE_CHECKING:
+    from keyshift.convert import Plan
 
 
 @app.command()
@@ -22,6 +26,16 @@ def convert(
     shift: Annotated[
         str, typer.Option(help="Put in KV shifting that does nothing yet: kv, k or v.")
     ] = "none",
+    attention: Annotated[
+        str, typer.Option(help="same; or gva: cache values alone, fitted on --text.")
+    ] = "same",
+    text: Annotated[
+        Path | None, typer.Option(help="For gva: text to fit and measure on, files or a prepared store.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="For gva: how much of the text.")] = 65_536,
+    rope_width: Annotated[
+        int | None, typer.Option(help="For gva: width of the rotary key. Default: half of a head.")
+    ] = None,
     to: Annotated[
         str, typer.Option(help="keyshift; original: back to where it came from; or an architecture.")
     ] = "keyshift",
@@ -30,37 +44,88 @@ def convert(
 ) -> None:
     """Make a checkpoint into a keyshift model with the same logits, or a keyshift model into what it was."""
     from keyshift.convert import check_new, plan
-    from keyshift.convert import convert as converted
 
     console = Console(stderr=as_json, highlight=False)
+    if attention not in ("same", "gva"):
+        raise UserError(f"--attention {attention} is not known; use same or gva")
+    if attention == "gva" and (text is None or to != "keyshift"):
+        raise UserError("--attention gva fits a keyshift model on text: pass --text, and no --to")
     check_new(destination)
-    planned = plan(source, to=to, shift=shift)
+    planned = plan(source, to=to, shift=shift if attention == "same" else "none")
     needs = planned.needs()
     if not as_json:
-        console.print(*_lines(needs), sep="\n", soft_wrap=True)
+        console.print(*_lines(needs, attention), sep="\n", soft_wrap=True)
     if dry_run:
-        if as_json:
-            print_json(needs)
-        return
+        done = {}
+    elif attention == "same":
+        done = _renamed(planned, destination, console)
+    else:
+        assert text is not None
+        done = _adapted(planned, destination, console, text, tokens, rope_width, shift)
+    if as_json:
+        print_json({**needs, **done})
+    elif done:
+        console.print(*_outcome(done), sep="\n", soft_wrap=True)
+
+
+def _renamed(planned: Plan, destination: Path, console: Console) -> dict[str, Any]:
+    from keyshift.convert import convert as converted
+
     with byte_progress(console) as progress:
         difference = converted(planned, destination, progress)
-    if as_json:
-        print_json({**needs, "checkpoint": str(destination), "logits_difference": difference})
-        return
-    console.print(_agreement(difference), f"checkpoint: {destination}", sep="\n", soft_wrap=True)
+    return {"checkpoint": str(destination), "logits_difference": difference}
 
 
-def _lines(needs: dict[str, Any]) -> list[str]:
+def _adapted(
+    planned: Plan,
+    destination: Path,
+    console: Console,
+    text: Path,
+    tokens: int,
+    rope_width: int | None,
+    shift: str,
+) -> dict[str, Any]:
+    from keyshift.convert.mechanism import adapt, write
+    from keyshift.progress import stages
+
+    with stages(console) as progress:
+        adapted = adapt(planned, text, tokens=tokens, rope_width=rope_width, shift=shift, progress=progress)
+        write(adapted, planned, destination)
+    return {"checkpoint": str(destination), **adapted.numbers()}
+
+
+def _lines(needs: dict[str, Any], attention: str) -> list[str]:
     added = f", {needs['added_parameters']:,} of them new" if needs["added_parameters"] else ""
+    first = f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}"
+    if attention == "gva":
+        return [
+            first,
+            f"disk {size(needs['disk_bytes'])}, memory {size(needs['compare_bytes'])} for both models",
+        ]
     return [
-        f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}",
+        first,
         f"disk {size(needs['disk_bytes'])}, memory {size(needs['memory_bytes'])} at a time, "
         f"{size(needs['compare_bytes'])} to compare logits",
     ]
 
 
-def _agreement(difference: float | None) -> str:
-    if difference is None:
-        return "logits: not compared, two such models do not fit into the memory that is free"
-    exact = "equal to the last bit" if difference == 0 else f"largest relative difference {difference:.1e}"
-    return f"logits: {exact}, in float32 on random tokens"
+def _outcome(done: dict[str, Any]) -> list[str]:
+    if "perplexity_after" in done:
+        errors = done["layer_errors"]
+        before, after = done["bytes_before"], done["bytes_after"]
+        facts = [
+            f"cache: {before:,} to {after:,} bytes a token in bfloat16, {after / before:.3f} of it",
+            f"perplexity: {done['perplexity_before']:.2f} before, {done['perplexity_after']:.2f} after, "
+            "not trained yet",
+            f"attention outputs are off by {min(errors):.1%} to {max(errors):.1%}; by layer:",
+            " ".join(f"{error:.3f}" for error in errors),
+        ]
+    elif done["logits_difference"] is None:
+        facts = ["logits: not compared, two such models do not fit into the memory that is free"]
+    else:
+        difference = done["logits_difference"]
+        exact = (
+            "equal to the last bit" if difference == 0 else f"largest relative difference {difference:.1e}"
+        )
+        facts = [f"logits: {exact}, in float32 on random tokens"]
+    return [*facts, f"checkpoint: {done['checkpoint']}"]

@@ -43,6 +43,11 @@ class Plan:
     rename: Callable[[str], str | None]
     added: Mapping[str, Tensor]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first weight, and so of what is added."""
+        return DTYPES[next(iter(self.weights.entries.values())).dtype]
+
     def needs(self) -> dict[str, Any]:
         """Parameters, and bytes: of disk for the result, of memory while it is written, and for comparing
         logits afterwards."""

@@ -146,6 +146,11 @@ def _renamed(
             yield shard, {new: content.get_tensor(name) for name, new in names.items() if new is not None}
 
 
+def tensors_of(weights: Weights, rename: Callable[[str], str | None]) -> dict[str, Tensor]:
+    """All tensors under their new names, in memory."""
+    return {name: tensor for _, tensors in _renamed(weights, rename) for name, tensor in tensors.items()}
+
+
 def copy_others(source: Path, target: Path) -> None:
     """Tokenizer, generation settings and licence; not the configuration."""
     for pattern in NOT_WEIGHTS:

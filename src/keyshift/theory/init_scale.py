@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from keyshift.attention.module import Attention, rms
+from keyshift.attention.module import Attention, attentions, rms
 from keyshift.configuration import KeyshiftConfig
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.theory.logits import entropy_share
@@ -56,7 +56,7 @@ def read_slices(model: KeyshiftForCausalLM, input_ids: Tensor) -> list[Slices]:
         rope_key = cast(nn.Linear, layer.rope_key)
         found.append(Slices(queries, keys, rope_key(x)))
 
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = attentions(model)
     hooks = [layer.register_forward_pre_hook(read) for layer in layers]
     try:
         model(input_ids, use_cache=False)

@@ -1,0 +1,224 @@
+"""A trained model with another mechanism: calibrated, measured before and after, written as a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from keyshift.attention.frame import build_frame
+from keyshift.attention.module import Attention, attentions
+from keyshift.cache import cache_bytes_per_token
+from keyshift.configuration import KeyshiftConfig
+from keyshift.convert.across import average_turns, choose_pairs, collect, directions, fill_
+from keyshift.convert.conversion import Plan, check_new
+from keyshift.convert.files import copy_others, tensors_of
+from keyshift.errors import RunError, UserError, first_line
+from keyshift.evaluation.text import passages
+from keyshift.modeling import KeyshiftForCausalLM
+from keyshift.opened import Opened, load_tokenizer, positions_of, start_token
+
+MEASURED = 0.25
+"""Share of the rows of text that nothing is fitted on."""
+LENGTH = 512
+"""Tokens of a row, or as many as the model has positions for."""
+FEWEST_ROWS = 8
+BATCH = 8
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with another mechanism, and how near it is to where it came from.
+
+    Attributes:
+        layer_errors: of every layer's attention, given the source's inputs: the norm of the difference of
+            outputs over the norm of the source's.
+        loss_before, loss_after: nats per token of held-out text.
+        bytes_before, bytes_after: of the cache per token, in bfloat16.
+    """
+
+    model: KeyshiftForCausalLM
+    layer_errors: list[float]
+    loss_before: float
+    loss_after: float
+    bytes_before: int
+    bytes_after: int
+    tokens: int
+
+    def numbers(self) -> dict[str, Any]:
+        """All but the model, and perplexities."""
+        found = {name: value for name, value in vars(self).items() if name != "model"}
+        perplexities = {f"perplexity_{when}": math.exp(found[f"loss_{when}"]) for when in ("before", "after")}
+        return {**found, **perplexities}
+
+
+def target_of(config: KeyshiftConfig, rope_width: int | None, shift: str) -> KeyshiftConfig:
+    """The configuration of the GVA model of the same sizes, its rotary pairs still to be chosen.
+
+    Args:
+        rope_width: d_r; None is half of a head, which keeps all pairs of one group.
+
+    Raises:
+        UserError: a source that is no plain GQA with RoPE, or a width that does not fit.
+    """
+    if config.attention not in ("mha", "gqa", "mqa") or config.position != "rope" or config.shift != "none":
+        raise UserError(
+            f"--attention gva converts MHA, GQA or MQA with RoPE and without a shift, not attention="
+            f"{config.attention!r}, position={config.position!r}, shift={config.shift!r}"
+        )
+    if config.query_norm or config.key_norm:
+        raise UserError(
+            "--attention gva: norms of queries and keys stand between the projection and the map; models "
+            "that have them (Qwen3) cannot be converted"
+        )
+    width = config.head_dim // 2 if rope_width is None else rope_width
+    if width % 2 or not 0 < width <= config.head_dim:
+        raise UserError(f"--rope-width={width} must be even, above 0 and at most head_dim={config.head_dim}")
+    changes = {
+        "attention": "gva",
+        "position": "decoupled_rope",
+        "rope_allocation": "additive",
+        "qk_rope_head_dim": width,
+        "rope_pairs": list(range(width // 2)),
+        "shift": shift,
+        "shift_init": "identity",
+        "shift_heads": None,
+        "key_map_init": None,
+    }
+    return KeyshiftConfig(**{**config.to_dict(), **changes})
+
+
+def adapt(
+    planned: Plan,
+    text: Path,
+    *,
+    tokens: int = 65_536,
+    rope_width: int | None = None,
+    shift: str = "none",
+    progress: Progress = lambda what, done, total: None,
+) -> Adapted:
+    """The model of ``planned``, a plain conversion, as GVA; calibrated and measured on ``text``.
+
+    Args:
+        tokens: of text, a quarter of which is measured on and not fitted to.
+
+    Raises:
+        UserError: what `target_of` refuses, no tokenizer, too little text.
+    """
+    assert isinstance(planned.target, KeyshiftConfig)
+    target = target_of(planned.target, rope_width, shift)
+    source = loaded(planned)
+    fitted, held_out = _rows(planned, source, text, tokens)
+    moments = collect(source, fitted, progress)
+    turns = average_turns(source.config, fitted[0].shape[1])
+    found = [directions(each, each.maps()) for each in moments]
+    target.rope_pairs = choose_pairs(found, turns, target.qk_rope_head_dim // 2)
+    model = KeyshiftForCausalLM(target).eval()
+    others = {name: weight for name, weight in source.state_dict().items() if ".self_attn." not in name}
+    model.load_state_dict(others, strict=False)
+    for new, old in zip(attentions(model), attentions(source), strict=True):
+        fill_(new, old, moments[new.layer_idx], turns)
+        progress("layers", new.layer_idx + 1, len(moments))
+    dtype = torch.bfloat16
+    return Adapted(
+        model,
+        layer_errors(source, model, held_out[0]),
+        _loss(source, held_out, progress, "source on held-out text"),
+        _loss(model, held_out, progress, "result on held-out text"),
+        cache_bytes_per_token(source.config, dtype),
+        cache_bytes_per_token(target, dtype),
+        sum(rows.numel() for rows in fitted),
+    )
+
+
+def write(adapted: Adapted, planned: Plan, destination: Path) -> None:
+    """Write the checkpoint in the source's dtype; it appears in ``destination`` in one piece.
+
+    Raises:
+        RunError: it could not be written; nothing is left of it.
+    """
+    check_new(destination)
+    unfinished = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    logging.disable_progress_bar()  # transformers draws one for every checkpoint
+    try:
+        unfinished.mkdir(parents=True)
+        copy_others(planned.weights.folder, unfinished)
+        adapted.model.to(planned.dtype).save_pretrained(unfinished)
+        unfinished.rename(destination)
+    except OSError as error:
+        raise RunError(f"DST {str(destination)!r} cannot be written: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def loaded(planned: Plan) -> KeyshiftForCausalLM:
+    """The model of a plan to a keyshift model, float32, in memory."""
+    assert isinstance(planned.target, KeyshiftConfig)
+    model = KeyshiftForCausalLM(planned.target).eval()
+    weights = {**tensors_of(planned.weights, planned.rename), **planned.added}
+    model.load_state_dict(weights, strict=not planned.target.tie_word_embeddings)
+    return model
+
+
+def _rows(
+    planned: Plan, source: KeyshiftForCausalLM, text: Path, tokens: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Batches of rows of text to fit on, and others to measure on."""
+    name = str(planned.weights.folder)
+    tokenizer = load_tokenizer(name)
+    opened = Opened(
+        name, source, tokenizer, start_token(tokenizer, source.config), positions_of(source.config)
+    )
+    length = min(LENGTH, opened.positions)
+    rows = passages(opened, text, length, max(FEWEST_ROWS, tokens // length))
+    if len(rows) < FEWEST_ROWS:
+        raise UserError(
+            f"--text={text} has {len(rows)} rows of {length} tokens; calibration needs {FEWEST_ROWS} at least"
+        )
+    held_out = math.ceil(MEASURED * len(rows))
+    return list(rows[:-held_out].split(BATCH)), list(rows[-held_out:].split(BATCH))
+
+
+@torch.inference_mode()
+def layer_errors(source: KeyshiftForCausalLM, model: KeyshiftForCausalLM, ids: Tensor) -> list[float]:
+    """See `Adapted`; over the tokens ``ids`` [B, T]."""
+    found: list[float] = []
+    others = attentions(model)
+
+    def compare(layer: Attention, args: tuple[Any, ...], result: tuple[Tensor, Any]) -> None:
+        other = others[layer.layer_idx]
+        frame = build_frame(
+            other.config, args[0], first_slot=0, attention_mask=None, position_ids=None, document_ids=None
+        )
+        difference = other(args[0], frame)[0] - result[0]
+        found.append(float(difference.norm() / result[0].norm()))
+
+    hooks = [layer.register_forward_hook(compare) for layer in attentions(source)]
+    try:
+        source.model(ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@torch.inference_mode()
+def _loss(model: KeyshiftForCausalLM, batches: list[Tensor], progress: Progress, what: str) -> float:
+    """Nats per token."""
+    total, count = 0.0, 0
+    for done, ids in enumerate(batches, 1):
+        predicted = ids[:, 1:].numel()
+        total += float(model(ids, labels=ids, use_cache=False).loss) * predicted
+        count += predicted
+        progress(what, done, len(batches))
+    return total / count

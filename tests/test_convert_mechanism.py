@@ -1,0 +1,180 @@
+"""GQA made into GVA: exact where the smaller cache can hold it, near elsewhere, measured in any case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import in_process
+from tiny import LLAMA3, YARN, assert_close, draw_biases_and_norms_, full, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from keyshift import KeyshiftConfig, KeyshiftForCausalLM, UserError
+from keyshift.attention.module import attentions
+from keyshift.convert import plan
+from keyshift.convert.across import average_turns, choose_pairs, collect, directions, fill_
+from keyshift.convert.mechanism import adapt, layer_errors, target_of
+from keyshift.data import train_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def source(**fields: Any) -> KeyshiftForCausalLM:
+    torch.manual_seed(0)
+    model = KeyshiftForCausalLM(KeyshiftConfig(**{**SIZES, **fields})).eval()
+    draw_biases_and_norms_(model)
+    return model
+
+
+def fitted(model: KeyshiftForCausalLM, rope_width: int, shift: str = "none") -> KeyshiftForCausalLM:
+    """The GVA model, calibrated on random tokens."""
+    moments = collect(model, [tokens(8, 64, seed=seed) for seed in range(4)])
+    turns = average_turns(model.config, 64)
+    target = target_of(model.config, rope_width, shift)
+    target.rope_pairs = choose_pairs([directions(m, m.maps()) for m in moments], turns, rope_width // 2)
+    made = KeyshiftForCausalLM(target).eval()
+    others = {name: weight for name, weight in model.state_dict().items() if ".self_attn." not in name}
+    made.load_state_dict(others, strict=False)
+    for new, old in zip(attentions(made), attentions(model), strict=True):
+        fill_(new, old, moments[new.layer_idx], turns)
+    return made
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"projection_bias": "qkv"},
+        {"projection_bias": "all"},
+        {"scaled_rope": LLAMA3},
+        {"scaled_rope": YARN},
+        {"head_dim": 6},
+    ],
+    ids=str,
+)
+def test_one_group_with_a_rotary_key_as_wide_as_a_head_is_the_same_model(fields: dict[str, Any]) -> None:
+    """All of its keys go into the rotary key and all of its values into the stream."""
+    model = source(attention="mqa", **fields)
+    made = fitted(model, model.config.head_dim)
+    assert_close(full(made, tokens(2, 60)), full(model, tokens(2, 60)), 1e-4)
+
+
+def test_keys_that_stand_still_and_are_a_map_of_the_values_are_kept_exactly() -> None:
+    """RoPE so slow that only the first pair turns, in which there is nothing."""
+    model = source(attention="mqa", rope_theta=1e30)
+    for layer in attentions(model):
+        mixed = torch.randn(8, 8) @ layer.source.v_proj.weight.detach()
+        mixed[[0, 4]] = 0
+        layer.source.k_proj.weight.data.copy_(mixed)
+    assert max(layer_errors(model, fitted(model, 2), tokens(2, 60))) < 1e-4
+
+
+def test_a_wider_rotary_key_is_nearer_and_better_than_none_chosen_by_energy() -> None:
+    model = source(num_key_value_heads=2)
+    errors = [sum(layer_errors(model, fitted(model, width), tokens(4, 60))) for width in (2, 4, 8)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_the_pairs_that_lose_most_without_rotation_are_chosen() -> None:
+    model = source(num_key_value_heads=2, head_dim=16)
+    for layer in attentions(model):
+        keys = layer.source.k_proj.weight.data.unflatten(0, (2, 16))
+        keys[:, 3] *= 30
+        keys[:, 11] *= 30
+    made = fitted(model, 4)
+    assert 3 in made.config.rope_pairs
+    assert len(made.config.rope_pairs) == 2
+
+
+def test_a_shift_at_the_identity_changes_nothing() -> None:
+    model = source(num_key_value_heads=2)
+    plain, shifted = fitted(model, 4), fitted(model, 4, shift="kv")
+    assert shifted.config.shift == "kv"
+    assert torch.equal(full(shifted, tokens(2, 30)), full(plain, tokens(2, 30)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "width", "message"),
+    [
+        ({"shift": "kv"}, 4, "without a shift, not attention='gqa', position='rope', shift='kv'"),
+        ({"attention": "gva", "position": "decoupled_rope"}, 4, "not attention='gva'"),
+        ({"position": "alibi"}, 4, "position='alibi'"),
+        ({"query_norm": True}, 4, r"norms of queries and keys stand between"),
+        ({"key_norm": True}, 4, r"norms of queries and keys stand between"),
+        ({}, 3, "--rope-width=3 must be even, above 0 and at most head_dim=8"),
+        ({}, 10, "--rope-width=10 must be even"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(fields: dict[str, Any], width: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        target_of(KeyshiftConfig(**{**SIZES, **fields}), width, "none")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text and a Llama with its tokenizer."""
+    folder = tmp_path_factory.mktemp("place")
+    text = "\n\n".join(" ".join(f"line {n * k % 89} says {k}" for k in range(400)) for n in range(6))
+    (folder / "text.txt").write_text(text)
+    (folder / "short.txt").write_text("a few words")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).save_pretrained(folder / "llama")
+    train_tokenizer([text], 300).save_pretrained(folder / "llama")
+    return folder
+
+
+GVA = ("--attention", "gva", "--text", "text.txt", "--tokens", "2000")
+
+
+def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tmp_path: Path) -> None:
+    done = in_process("convert", "llama", tmp_path / "gva", *GVA, cwd=place)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[2].startswith("cache: 128 to 80 bytes a token in bfloat16, 0.625 of it")
+    assert lines[3].startswith("perplexity: ")
+    assert max(map(len, lines[:-1])) <= 80
+    model = KeyshiftForCausalLM.from_pretrained(tmp_path / "gva")
+    assert (model.config.attention, model.config.position) == ("gva", "decoupled_rope")
+    row = json.loads(in_process("convert", "llama", tmp_path / "other", *GVA, "--json", cwd=place).stdout)
+    again = adapt(plan(str(place / "llama")), place / "text.txt", tokens=2000)
+    assert row["loss_after"] == pytest.approx(again.loss_after, rel=1e-6)
+    assert row["loss_before"] != row["loss_after"]
+    assert len(row["layer_errors"]) == 2
+    assert_close(full(model, tokens(1, 60)), full(again.model, tokens(1, 60)))
+    answered = in_process("generate", tmp_path / "gva", "line", "--max-new-tokens", 3)
+    assert answered.returncode == 0, answered.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "mla"], "--attention mla is not known; use same or gva"),
+        (["--attention", "gva"], "pass --text, and no --to"),
+        ([*GVA, "--to", "original"], "pass --text, and no --to"),
+        (["--attention", "gva", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["--attention", "gva", "--text", "short.txt"], "no document has 64 tokens; pass longer text"),
+        ([*GVA, "--rope-width", "5"], "--rope-width=5 must be even"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    place: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = in_process("convert", "llama", tmp_path / "out", *arguments, cwd=place)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
