@@ -117,6 +117,7 @@ def as_complex(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def as_real(z: Tensor, dim: int = -1) -> Tensor:
+    """The reverse."""
     return torch.cat((z.real, z.imag), dim)
 
 
@@ -203,9 +204,8 @@ def _stream(
     weighed = torch.cat((keys @ roots[0][0], values @ roots[1][0]), 1)
     energies, vectors = torch.linalg.eigh(weighed.T @ xx @ weighed)
     top, energy = vectors[:, -width:], energies[-width:].clamp(min=1e-30)
-    size = (
-        values.T @ xx @ values
-    ).diagonal().mean().sqrt() / energy.sqrt()  # every channel as large as values
+    as_values = (values.T @ xx @ values).diagonal().mean()
+    size = (as_values / energy).sqrt()  # every channel becomes as large as values are
     into = weighed @ top * size
     back = (top / size).T
     return into, back[:, :width] @ roots[0][1], back[:, width:] @ roots[1][1]
