@@ -261,6 +261,8 @@ def test_compare_prints_a_table_or_json(tmp_path):
     assert table.returncode == 0, table.stderr
     assert max(map(len, table.stdout.splitlines())) <= 100
     assert (tmp_path / "runs/induction/report.html").exists()
+    report = json.loads((tmp_path / "runs/induction/report.json").read_text())
+    assert report["command"].startswith("keyshift compare induction --steps 4")  # though it was python -m
     as_json = in_process("compare", "induction", *small, "--out", "other", "--json", cwd=tmp_path)
     rows = json.loads(as_json.stdout)
     assert [row["variant"] for row in rows][:2] == ["1-layer GQA", "2-layer GQA"]

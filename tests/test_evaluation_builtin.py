@@ -90,7 +90,7 @@ def test_icl_is_the_loss_of_token_500_minus_that_of_token_50(opened: Opened, pro
 
 
 def test_without_a_start_token_the_same_tokens_are_scored(opened: Opened, prose: Path) -> None:
-    bare = Opened(opened.name, opened.model, opened.tokenizer, None, opened.positions, "")
+    bare = Opened(opened.name, opened.model, opened.tokenizer, None, opened.positions)
     found = {m.metric: m.value for m in in_context(bare, settings(prose, limit=2), 500, ticks)}
     rows = passages(bare, prose, 500, 2).tolist()
     expected = sum(loss_of(bare, row, 499) for row in rows) / 2

@@ -16,7 +16,8 @@ import keyshift
 
 def command_line(leave_out: str = "") -> str:
     """The command that runs, without one of its words."""
-    return shlex.join([Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != leave_out)])
+    program = Path(sys.argv[0]).name.replace("__main__.py", "keyshift")  # python -m keyshift.cli
+    return shlex.join([program, *(word for word in sys.argv[1:] if word != leave_out)])
 
 
 def moment() -> str:
