@@ -344,7 +344,7 @@ def test_contradictions_are_refused_at_construction(changes: dict[str, Any], mes
 
 
 def test_every_choice_constructs_runs_and_trains_or_is_refused() -> None:
-    """All 28,800 products of the choices, biases in turn; every 67th, which meets all of a field, also runs."""
+    """All 28,800 products of the choices, biases in turn; every 67th, which meets them all, also runs."""
     built, others = 0, {name: values for name, values in CHOICES.items() if name != "projection_bias"}
     biases = CHOICES["projection_bias"]
     for number, values in enumerate(itertools.product(*others.values())):
