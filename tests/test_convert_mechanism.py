@@ -80,7 +80,7 @@ def test_keys_that_stand_still_and_are_a_map_of_the_values_are_kept_exactly() ->
     assert max(layer_errors(model, fitted(model, 2), tokens(2, 60))) < 1e-4
 
 
-def test_a_wider_rotary_key_is_nearer_and_better_than_none_chosen_by_energy() -> None:
+def test_a_wider_rotary_key_is_nearer() -> None:
     model = source(num_key_value_heads=2)
     errors = [sum(layer_errors(model, fitted(model, width), tokens(4, 60))) for width in (2, 4, 8)]
     assert errors[0] > errors[1] > errors[2]
@@ -168,6 +168,8 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
         (["--attention", "gva", "--text", "nowhere.txt"], "nowhere.txt"),
         (["--attention", "gva", "--text", "short.txt"], "no document has 64 tokens; pass longer text"),
         ([*GVA, "--rope-width", "5"], "--rope-width=5 must be even"),
+        ([*GVA, "--rope-width", "5", "--dry-run"], "--rope-width=5 must be even"),
+        ([*GVA, "--shift", "all"], "shift='all' is not known"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

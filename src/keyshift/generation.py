@@ -123,7 +123,7 @@ def answer(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=room,
-        pad_token_id=opened.tokenizer.pad_token_id or opened.tokenizer.eos_token_id,
+        pad_token_id=opened.tokenizer.eos_token_id,  # transformers warns without one; nothing is padded
         streamer=_Written(opened.tokenizer, write),
         stopping_criteria=StoppingCriteriaList([watch]),
         **(draws if sampling.temperature else {"do_sample": False, "temperature": None, "top_p": None}),

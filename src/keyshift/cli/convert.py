@@ -42,7 +42,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
 ) -> None:
-    """Make a checkpoint into a keyshift model with the same logits, or a keyshift model into what it was."""
+    """Make a checkpoint into a keyshift model with the same logits, or back; or give it a smaller cache."""
     from keyshift.convert import check_new, plan
 
     console = Console(stderr=as_json, highlight=False)
@@ -52,6 +52,10 @@ def convert(
         raise UserError("--attention gva fits a keyshift model on text: pass --text, and no --to")
     check_new(destination)
     planned = plan(source, to=to, shift=shift if attention == "same" else "none")
+    if attention == "gva":
+        from keyshift.convert.mechanism import target_of
+
+        target_of(planned.target, rope_width, shift)  # what is refused is refused by a dry run too
     needs = planned.needs()
     if not as_json:
         console.print(*_lines(needs, attention), sep="\n", soft_wrap=True)

@@ -110,15 +110,15 @@ def average_turns(config: KeyshiftConfig, context: int) -> Tensor:
     return (weights[:, None] * turns).sum(0) / weights.sum() * size**2  # of the query and of the key
 
 
-def as_complex(x: Tensor, dim: int = -1) -> Tensor:
+def as_complex(x: Tensor) -> Tensor:
     """Channels as pairs: i with i + D / 2, as RoPE turns them."""
-    real, imaginary = x.chunk(2, dim)
+    real, imaginary = x.chunk(2, -1)
     return torch.complex(real, imaginary)
 
 
-def as_real(z: Tensor, dim: int = -1) -> Tensor:
+def as_real(z: Tensor) -> Tensor:
     """The reverse."""
-    return torch.cat((z.real, z.imag), dim)
+    return torch.cat((z.real, z.imag), -1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ model can have and ours has not is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,17 +137,14 @@ def theirs(config: KeyshiftConfig, name: str | None = None) -> PreTrainedConfig:
     rope = {"rope_type": "default", **(config.scaled_rope or {}), "rope_theta": config.rope_theta}
     settings = ARCHITECTURES[name].settings(config)
     made = AutoConfig.for_model(name, **fields, **settings, rope_parameters=rope)
-    lost = {
-        field: (getattr(config, field), getattr(ours(made), field))
-        for field in KeyshiftConfig.__annotations__
-        if _matters(config, field) and getattr(config, field) != getattr(ours(made), field)
-    }
-    if lost:
-        field, (mine, _) = next(iter(lost.items()))
-        raise UserError(
-            f"{field}={mine!r} has no place in a {name} model; a keyshift model can go back only if nothing "
-            "was added to it"
-        )
+    back = ours(made)
+    for field in KeyshiftConfig.__annotations__:
+        mine = getattr(config, field)
+        if _matters(config, field) and mine != getattr(back, field):
+            raise UserError(
+                f"{field}={mine!r} has no place in a {name} model; a keyshift model can go back only if "
+                "nothing was added to it"
+            )
     return made
 
 
@@ -179,9 +176,6 @@ def name_in_theirs(name: str) -> str:
 
 def renaming(source: PreTrainedConfig, target: PreTrainedConfig) -> Callable[[str], str]:
     """From the names of one configuration's model to those of the other's, where it has them."""
-    mine = (isinstance(source, KeyshiftConfig), isinstance(target, KeyshiftConfig))
-    renamings: Mapping[tuple[bool, bool], Callable[[str], str]] = {
-        (False, True): name_in_ours,
-        (True, False): name_in_theirs,
-    }
-    return renamings.get(mine, str)
+    if isinstance(source, KeyshiftConfig) == isinstance(target, KeyshiftConfig):
+        return lambda name: name
+    return name_in_ours if isinstance(target, KeyshiftConfig) else name_in_theirs

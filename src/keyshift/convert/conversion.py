@@ -17,8 +17,8 @@ from keyshift.cache_report import load_config
 from keyshift.checkpoint import load_strictly
 from keyshift.configuration import KeyshiftConfig
 from keyshift.convert.architectures import ours, renaming, theirs
-from keyshift.convert.files import Weights, copy_others, fetched, read_headers, written
-from keyshift.errors import RunError, UserError, first_line
+from keyshift.convert.files import Weights, appearing, copy_others, fetched, read_headers, written
+from keyshift.errors import RunError, UserError
 
 TOLERANCE = 1e-5
 """Largest difference of logits that counts as none, relative to the largest logit, in float32."""
@@ -106,13 +106,8 @@ def convert(
         UserError: ``destination`` exists, or its disk is too small.
         RunError: the two models do not agree, or writing failed; nothing is left of it.
     """
-    destination = destination.expanduser()
-    check_new(destination)
-    _check_disk(planned, destination)
-    unfinished = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
+    _check_disk(planned, destination.expanduser())
+    with appearing(destination) as unfinished:
         written(planned.weights, unfinished, planned.rename, planned.added, progress)
         copy_others(planned.weights.folder, unfinished)
         planned.target.architectures = [_class_name(planned.target)]
@@ -120,22 +115,7 @@ def convert(
         difference = _difference(planned, unfinished)
         if difference is not None and not difference <= TOLERANCE:
             raise RunError(f"the converted model's logits differ by {difference:.1e}; nothing was written")
-        unfinished.rename(destination)
-    except OSError as error:
-        raise RunError(f"DST {str(destination)!r} cannot be written: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return difference
-
-
-def check_new(destination: Path) -> None:
-    """Refuse a destination that exists: worth knowing before a source is downloaded.
-
-    Raises:
-        UserError: it does.
-    """
-    if destination.expanduser().exists():
-        raise UserError(f"DST {str(destination)!r} exists; choose another folder, or remove it")
 
 
 def _shifted(config: KeyshiftConfig, shift: str) -> KeyshiftConfig:
@@ -181,7 +161,7 @@ def _added(
         if name in found and found[name].shape != shape
     ]
     _refuse("misshapen", misshapen, weights)
-    dtype = DTYPES[next(iter(found.values())).dtype]
+    dtype = DTYPES[next(iter(weights.entries.values())).dtype]
     return {name: _identity(wanted[name]).to(dtype) for name in sorted(shifts)}
 
 

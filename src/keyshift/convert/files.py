@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from keyshift.errors import UserError, first_line
+from keyshift.errors import RunError, UserError, first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -159,18 +160,34 @@ def copy_others(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """The content of its config.json.
+def check_new(destination: Path) -> None:
+    """Refuse a destination that exists: worth knowing before a source is downloaded.
 
     Raises:
-        UserError: there is none, or it is not JSON.
+        UserError: it does.
     """
+    if destination.expanduser().exists():
+        raise UserError(f"DST {str(destination)!r} exists; choose another folder, or remove it")
+
+
+@contextmanager
+def appearing(destination: Path) -> Iterator[Path]:
+    """A folder to write a checkpoint to, which becomes ``destination`` at the end; after an error or an
+    interruption nothing is left of it.
+
+    Raises:
+        UserError: ``destination`` exists.
+        RunError: it cannot be written.
+    """
+    destination = destination.expanduser()
+    check_new(destination)
+    unfinished = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        content = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} has no config.json: not a checkpoint") from error
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{folder / 'config.json'} is not a configuration")
-    return content
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(destination)
+    except OSError as error:
+        raise RunError(f"DST {str(destination)!r} cannot be written: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

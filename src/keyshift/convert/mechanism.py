@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from keyshift.attention.module import Attention, attentions
 from keyshift.cache import cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
 from keyshift.convert.across import average_turns, choose_pairs, collect, directions, fill_
-from keyshift.convert.conversion import Plan, check_new
-from keyshift.convert.files import copy_others, tensors_of
-from keyshift.errors import RunError, UserError, first_line
+from keyshift.convert.conversion import Plan
+from keyshift.convert.files import appearing, copy_others, tensors_of
+from keyshift.errors import UserError
 from keyshift.evaluation.text import passages
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.opened import Opened, load_tokenizer, positions_of, start_token
@@ -44,6 +43,7 @@ class Adapted:
             outputs over the norm of the source's.
         loss_before, loss_after: nats per token of held-out text.
         bytes_before, bytes_after: of the cache per token, in bfloat16.
+        tokens: how many were fitted to.
     """
 
     model: KeyshiftForCausalLM
@@ -146,19 +146,10 @@ def write(adapted: Adapted, planned: Plan, destination: Path) -> None:
     Raises:
         RunError: it could not be written; nothing is left of it.
     """
-    check_new(destination)
-    unfinished = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
     logging.disable_progress_bar()  # transformers draws one for every checkpoint
-    try:
-        unfinished.mkdir(parents=True)
+    with appearing(destination) as unfinished:
         copy_others(planned.weights.folder, unfinished)
         adapted.model.to(planned.dtype).save_pretrained(unfinished)
-        unfinished.rename(destination)
-    except OSError as error:
-        raise RunError(f"DST {str(destination)!r} cannot be written: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def loaded(planned: Plan) -> KeyshiftForCausalLM:
