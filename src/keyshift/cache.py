@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keyshift.attention import SOURCES
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, nearest
+from keyshift.ops.stream_attention import stream_attention
 from keyshift.ops.stream_attention.quantised import quantise
 
 CACHE_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
@@ -147,6 +148,10 @@ class Streams:
         }
         moved = {name: None if each is None else each.transpose(1, 2) for name, each in heads.items()}
         return {**moved, "rope_keys_BTR": self.rope_keys_BLR}
+
+    def attend(self, queries: Tensor, **options: Any) -> Tensor:
+        """`stream_attention` of new queries over these streams; ``options`` are its arguments."""
+        return stream_attention(queries, **self.for_attention(), **options)
 
 
 class StreamLayer(CacheLayerMixin):

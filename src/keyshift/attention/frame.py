@@ -24,7 +24,8 @@ class Frame:
     """The new tokens of one call, B sequences of T tokens.
 
     Attributes:
-        first_slot: slot of the first new token = tokens cached before.
+        first_slot: slot of the first new token = tokens cached before; None where every sequence has its own
+            (a serving engine's batch, whose cache knows them).
         positions_BT: positions in tokens, for RoPE and learned embeddings.
         starts_BT: the slot at which each token's document starts; None if every one starts at slot 0.
         rotations: RoPE's angles at the positions, then at each one step further back, as many as are needed.
@@ -33,7 +34,7 @@ class Frame:
         slopes_H: ALiBi's slopes, or None.
     """
 
-    first_slot: int
+    first_slot: int | None
     positions_BT: Tensor
     starts_BT: Tensor | None
     rotations: tuple[Rotation, ...] = ()
@@ -50,7 +51,18 @@ def build_frame(
     position_ids: Tensor | None,
     document_ids: Tensor | None,
 ) -> Frame:
-    """The frame of one call on ``x_BTE``, from what the caller gave: see `locate`."""
+    """The frame of one call on ``x_BTE``, from what the caller gave: see `locate`.
+
+    Raises:
+        UserError: what `locate` refuses; vLLM's wrapper of transformers' models, whose cache would hold keys
+            and values that were expanded, and shifted within one chunk only.
+    """
+    if config._attn_implementation == "vllm":
+        raise UserError(
+            "attn_implementation='vllm' (vLLM's --model-impl transformers) is not supported: it caches "
+            "expanded keys and shifts them within a chunk only; leave --model-impl out, keyshift's plugin "
+            "serves the model"
+        )
     positions, starts = locate(
         x_BTE.shape[0],
         x_BTE.shape[1],
@@ -60,22 +72,42 @@ def build_frame(
         position_ids=position_ids,
         document_ids=document_ids,
     )
-    turned = bool(first_slot) and config.position == "rope" and config.shifts("k")
+    rotations = _rotations(config, positions, x_BTE.dtype, cached=first_slot > 0)
+    slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device) if config.position == "alibi" else None
+    mask = None if first_slot else _mask(config, x_BTE, starts, slopes)
+    return Frame(first_slot, positions, starts, rotations, mask, slopes)
+
+
+def paged_frame(
+    config: KeyshiftConfig, x_BTE: Tensor, positions_BT: Tensor, slopes_H: Tensor | None
+) -> Frame:
+    """The frame of tokens of several sequences in a row, all of them over a cache that knows whose they are.
+
+    Args:
+        slopes_H: ALiBi's, of the heads that this process has.
+    """
+    return Frame(
+        None, positions_BT, None, _rotations(config, positions_BT, x_BTE.dtype, cached=True), None, slopes_H
+    )
+
+
+def _rotations(
+    config: KeyshiftConfig, positions_BT: Tensor, dtype: torch.dtype, *, cached: bool
+) -> tuple[Rotation, ...]:
+    """See `Frame.rotations`; shifted keys that carry a rotation are met by queries turned further back."""
+    turned = cached and config.position == "rope" and config.shifts("k")
     steps = 0 if not config.rotary_width else config.shift_window if turned else 1
-    rotations = tuple(
+    return tuple(
         rotation(
-            positions - back,
+            positions_BT - back,
             config.rotary_width if config.rope_pairs is None else config.head_dim,
             config.rope_theta,
-            x_BTE.dtype,
+            dtype,
             config.scaled_rope,
             config.rope_pairs,
         )
         for back in range(steps)
     )
-    slopes = alibi_slopes(config.num_attention_heads).to(x_BTE.device) if config.position == "alibi" else None
-    mask = None if first_slot else _mask(config, x_BTE, starts, slopes)
-    return Frame(first_slot, positions, starts, rotations, mask, slopes)
 
 
 def _mask(config: KeyshiftConfig, x_BTE: Tensor, starts_BT: Tensor | None, slopes_H: Tensor | None) -> object:

@@ -24,7 +24,6 @@ from keyshift.attention.shift import Shift
 from keyshift.cache import KeyshiftCache, QuantisedLayer, Streams
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
-from keyshift.ops.stream_attention import stream_attention
 from keyshift.ops.stream_attention.quantised import dequantise
 
 
@@ -143,6 +142,7 @@ class Attention(nn.Module):
         extended = torch.cat((state, queries), dim=1)
         layer.query_state = extended[:, -kept:].clone()
         starts = None if frame.starts_BT is None else pad(frame.starts_BT, (kept, 0))
+        assert frame.first_slot is not None
         return shift(extended, starts, frame.first_slot - kept)[:, kept:]
 
     def _rope_key(self, x_BTE: Tensor, frame: Frame) -> Tensor | None:
@@ -169,6 +169,8 @@ class Attention(nn.Module):
                 key_stream = rotate(keys, frame.rotations[0]).flatten(2)
             first, second = torch.cat((key_stream, side), dim=-1), value_stream
         first, second = cache.update(first[:, None], second[:, None], self.layer_idx)
+        if frame.first_slot is None:
+            return cache.paged(self._split(first, second))
         layer = cache.layers[self.layer_idx]
         if isinstance(layer, QuantisedLayer):
             return layer.streams()
@@ -233,9 +235,8 @@ class Attention(nn.Module):
             key_weights = self._per_query_head(self.key_shift)
             if self.rope_width:
                 rope_queries = rotate(rotary, frame.rotations[0]).transpose(1, 2)
-        heads = stream_attention(
+        heads = streams.attend(
             new_queries,
-            **streams.for_attention(),
             scale=self.scaling,
             starts_BQ=frame.starts_BT,
             rope_queries_BHQR=rope_queries,
@@ -271,6 +272,7 @@ class Attention(nn.Module):
         if streams.value_scales_BLGN is not None:
             stored = dequantise(stored, streams.value_scales_BLGN, dtype)
         keys, values = self.source.expand(None, stored.flatten(2))
+        assert frame.first_slot is not None
         back = torch.arange(-frame.first_slot, 0, device=stored.device)
         positions = torch.cat((frame.positions_BT[:, :1] + back, frame.positions_BT), dim=1)
         theta, scaling = self.config.rope_theta, self.config.scaled_rope
