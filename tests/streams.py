@@ -80,19 +80,87 @@ def _quantise(call: Call, draw: st.DrawFn) -> None:
             call[streams], call[scales] = quantise(call[streams], kind, blocks, torch.float16)
 
 
+STREAMS = ("keys_BGTS", "values_BGTV", "rope_keys_BTR", "key_scales_BGTN", "value_scales_BGTN")
+
+
 def poison(call: Call) -> None:
     """NaN into every slot that may not be read."""
     total, new = call["keys_BGTS"].shape[2], call["queries"].shape[-2]
     for b in range(call["queries"].shape[0]):
-        length = int(call["lengths_B"][b]) if "lengths_B" in call else total
-        start = int(call["starts_BQ"][b].min()) if "starts_BQ" in call else 0
+        start, length = _read(call, b)
         assert new <= length <= total
-        for name in ("keys_BGTS", "values_BGTV", "rope_keys_BTR", "key_scales_BGTN", "value_scales_BGTN"):
+        for name in STREAMS:
             stream = call.get(name)
             if stream is not None and stream.is_floating_point():
                 slots = stream.dim() - 2
                 stream[b].narrow(slots - 1, 0, start).fill_(torch.nan)
                 stream[b].narrow(slots - 1, length, total - length).fill_(torch.nan)
+
+
+def with_lengths(call: Call) -> Call:
+    """The same call, which says that all slots are used if it said nothing."""
+    batch, total = call["queries"].shape[0], call["keys_BGTS"].shape[2]
+    return {"lengths_B": torch.full((batch,), total), **call}
+
+
+def begin_alike(call: Call, slots: int) -> None:
+    """Every sequence has what the first one has in these slots, like requests with the same prompt."""
+    first, end = _read(call, 0)
+    for b in range(1, call["queries"].shape[0]):
+        start, length = _read(call, b)
+        begin, stop = max(first, start), min(end, length, slots)
+        for stream in (call[name] for name in STREAMS if call.get(name) is not None and begin < stop):
+            stream[b, ..., begin:stop, :] = stream[0, ..., begin:stop, :].clone()
+
+
+def _read(call: Call, b: int) -> tuple[int, int]:
+    """The first slot that a query of a sequence may read, and the one behind the last."""
+    start = int(call["starts_BQ"][b].min()) if "starts_BQ" in call else 0
+    return start, int(call["lengths_B"][b]) if "lengths_B" in call else call["keys_BGTS"].shape[2]
+
+
+def paged(call: Call, page: int, *, seed: int = 0) -> Call:
+    """The same call over pages in any order, of which sequences share what they have in common.
+
+    Streams of a dtype are views of one tensor whose rows have everything of a token, as in a serving engine.
+    Pages that no sequence has and slots that no query reads hold NaN; entries that none follows, anything.
+    """
+    call, generator = with_lengths(call), torch.Generator().manual_seed(seed)
+    batch, total = call["queries"].shape[0], call["keys_BGTS"].shape[2]
+    rows, padding = {}, page - total % page
+    for name in STREAMS:
+        if call.get(name) is not None:
+            row = call[name].movedim(-2, 1).flatten(2)
+            rows[name] = torch.cat((row, _nothing(row, batch, padding, row.shape[2])), dim=1)
+    pages: list[list[Tensor]] = []
+    places = []
+    tables = torch.randint(-9, 1 << 30, (batch, total // page + 2), generator=generator)
+    for b in range(batch):
+        start, length = _read(call, b)
+        for index in range(start // page, -(-length // page)):
+            content = [stream[b, index * page : (index + 1) * page] for stream in rows.values()]
+            same = (i for i, other in enumerate(pages) if all(map(torch.equal, content, other)))
+            places.append((b, index, next(same, len(pages))))
+            if places[-1][2] == len(pages):
+                pages.append(content)
+    numbers = torch.randperm(len(pages) + 3, generator=generator)
+    for b, index, number in places:
+        tables[b, index] = numbers[number]
+    for dtype in {stream.dtype for stream in rows.values()}:
+        names = [name for name, stream in rows.items() if stream.dtype == dtype]
+        widths = [rows[name].shape[-1] for name in names]
+        pool = _nothing(rows[names[0]], len(numbers), page, sum(widths))
+        for number, content in zip(numbers, pages, strict=False):
+            pool[number] = torch.cat([content[list(rows).index(name)] for name in names], dim=-1)
+        for name, part in zip(names, pool.split(widths, dim=-1), strict=True):
+            groups = () if name == "rope_keys_BTR" else (call["keys_BGTS"].shape[1],)
+            call[name] = part.unflatten(-1, (*groups, -1)).movedim(1, -2)
+    return {**call, "block_tables_BP": tables.to(torch.int32) if seed % 2 else tables}
+
+
+def _nothing(like: Tensor, *shape: int) -> Tensor:
+    """What shows if it is read."""
+    return like.new_full(shape, torch.nan if like.is_floating_point() else 99)
 
 
 def in_float64(call: Call) -> Call:

@@ -17,7 +17,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import Call, calls, decoding, fresh_memory_of_nan, in_float64, poison
+from streams import (
+    Call,
+    begin_alike,
+    calls,
+    decoding,
+    fresh_memory_of_nan,
+    in_float64,
+    paged,
+    poison,
+    with_lengths,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,6 +141,60 @@ def test_random_calls(dtype: torch.dtype, data: st.DataObject) -> None:
         patch.setattr(cpu, "SPLIT_TOKENS", data.draw(st.sampled_from((16, 100, 256))))
         patch.setattr(cpu, "QUERY_NUMBERS", data.draw(st.sampled_from((1, 1000, 1 << 16))))
         compare(call)
+
+
+PAGES = (1, 3, 16, 24, 32, 128)
+
+
+@every_dtype
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_pages_are_read_like_whole_sequences(dtype: torch.dtype, data: st.DataObject) -> None:
+    """To the bit, since wherever the tokens lie, the same is computed in the same order."""
+    sizes = {"most_slots": 300, "most_queries": 20, "most_width": 70}
+    call = data.draw(calls(dtype=dtype, quantised=data.draw(st.booleans()), **sizes))
+    begin_alike(call, data.draw(st.integers(0, 300)))
+    cut = paged(call, data.draw(st.sampled_from(PAGES)), seed=data.draw(st.integers(0, 9)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "SPLIT_TOKENS", data.draw(st.sampled_from((16, 100, 256))))
+        patch.setattr(cpu, "QUERY_NUMBERS", data.draw(st.sampled_from((1, 1000, 1 << 16))))
+        for kernel in KERNELS:
+            with fresh_memory_of_nan():
+                assert torch.equal(run(cut, kernel), run(with_lengths(call), kernel))
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("width", [32, 64])
+def test_pages_in_place(width: int, page: int, dtype: torch.dtype, kernel: str) -> None:
+    """Rows of whole vectors are not copied; windows, blocks and new tokens reach over borders of pages."""
+    call = decoding(
+        heads=4, groups=2, width=width, rotary=32, total=700, window=4, batch=3, new=5, dtype=dtype
+    )
+    call |= {"values_BGTV": call["keys_BGTS"] + 1, "lengths_B": torch.tensor([700, 129, 650])}
+    begin_alike(call, 100)
+    poison(call)
+    assert torch.equal(run(paged(call, page), kernel), run(call, kernel))
+    del call["key_weights_HW"]
+    call["queries"] = torch.randn(3, 4, 3, 5, width).to(dtype)
+    assert torch.equal(run(paged(call, page), kernel), run(call, kernel))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks", "parts"),
+    [
+        ([65536], 1, [32]),
+        ([1000], 1, [3]),
+        ([100], 1, [1]),
+        ([4096] * 8, 1, [4] * 8),
+        ([4096] * 64, 1, [1] * 64),
+        ([32768, *[16] * 63], 1, [30, *[1] * 63]),
+        ([1000] * 2, 16, [1] * 2),
+    ],
+)
+def test_tasks_are_about_as_long_as_each_other(lengths: list[int], blocks: int, parts: list[int]) -> None:
+    assert cpu.splits_of(lengths, blocks) == [0, *itertools.accumulate(parts)]
 
 
 @every_dtype
@@ -476,6 +540,23 @@ SLOTS = {
 }
 
 
+def as_pages(call: Call) -> Call:
+    """One sequence with each slot as a page of its own, in order."""
+    pages = {
+        name: call[name].movedim(at, 0).movedim(1, at)
+        for name, at in SLOTS.items()
+        if call.get(name) is not None
+    }
+    return {
+        **call,
+        **pages,
+        "block_tables_BP": torch.arange(call["keys_BGTS"].shape[2], dtype=torch.int32)[None],
+    }
+
+
+PAGED = {**dict.fromkeys(SLOTS, 0), "block_tables_BP": 1}
+
+
 def attend_between_fences(
     kernel: str, dtype: torch.dtype, kind: torch.dtype | None, width: int, window: int, turned: bool
 ) -> None:
@@ -491,14 +572,14 @@ def attend_between_fences(
             call[streams], call[scales] = quantise(call[streams], kind, 1 + (window > 1), torch.float16)
     call |= {"starts_BQ": torch.tensor([[9, 20, 11]]), "lengths_B": torch.tensor([281])}
     expected = run(call, kernel)
-    for at_end in (False, True):
+    for at_end, (each, slots) in itertools.product((False, True), ((call, SLOTS), (as_pages(call), PAGED))):
         around = {
             name: value
             if not isinstance(value, Tensor)
-            else fenced(value, at_end, SLOTS[name], 9, 281)
-            if name in SLOTS
+            else fenced(value, at_end, slots[name], 9, 281)
+            if name in slots
             else fenced(value, at_end)
-            for name, value in call.items()
+            for name, value in each.items()
         }
         with Fencing(at_end) as fencing:
             out = run(around, kernel)
@@ -539,7 +620,12 @@ def test_the_number_of_threads_changes_nothing(
         monkeypatch.setattr(cpu, "_parallel", lambda: None)
     elif cpu._parallel() is None:
         pytest.skip("PyTorch has no GOMP_parallel here")
-    for call in (decoding(total=3000, window=2), decoding(total=300, window=3, new=40), packed()):
+    for call in (
+        decoding(total=3000, window=2),
+        decoding(total=300, window=3, new=40),
+        packed(),
+        paged(packed(), 24),
+    ):
         outputs = []
         for count in (1, 2, 5):
             threads(count)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import Call, calls
+from streams import Call, begin_alike, calls, paged
 from torch import Tensor
 
 from keyshift.ops.stream_attention import cpu, reference, stream_attention
@@ -93,6 +93,24 @@ def test_taking_queries_in_blocks_changes_nothing(call: Call, most: int) -> None
         torch.testing.assert_close(stream_attention(**call), whole, rtol=1e-12, atol=1e-12)
 
 
+PAGES = (1, 2, 3, 16, 24, 128)
+
+
+@given(call=calls(), page=st.sampled_from(PAGES), alike=st.integers(0, 12), seed=st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_pages_are_read_like_whole_sequences(call: Call, page: int, alike: int, seed: int) -> None:
+    begin_alike(call, alike)
+    out = stream_attention(**paged(call, page, seed=seed))
+    torch.testing.assert_close(out, by_loops(**call), rtol=1e-12, atol=1e-12)
+
+
+@given(call=calls(quantised=True), page=st.sampled_from(PAGES), alike=st.integers(0, 12))
+@settings(max_examples=50, deadline=None)
+def test_quantised_pages_are_read_like_whole_sequences(call: Call, page: int, alike: int) -> None:
+    begin_alike(call, alike)
+    torch.testing.assert_close(stream_attention(**paged(call, page)), stream_attention(**call))
+
+
 def ordinary(**changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     arguments = {
@@ -151,6 +169,110 @@ def test_gradients() -> None:
         )
 
     assert torch.autograd.gradcheck(attend, tensors)
+
+
+def test_gradients_of_pages() -> None:
+    """A page that two sequences share has the sum of theirs, also through a compiled graph."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 2, 1, 3), (4, 1, 2, 3), (4, 2, 2), (2, 2, 1, 2))
+    ]
+    tables = torch.tensor([[3, 0, -7], [3, 2, 1]])
+    lengths = torch.tensor([3, 5])
+
+    def attend(queries, pages, rope_pages, rope_queries):
+        return stream_attention(
+            queries,
+            pages,
+            None,
+            scale=0.5,
+            lengths_B=lengths,
+            rope_queries_BHQR=rope_queries,
+            rope_keys_BTR=rope_pages,
+            block_tables_BP=tables,
+        )
+
+    assert torch.autograd.gradcheck(attend, tensors)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    gradients = [torch.autograd.grad(each(*tensors).square().sum(), tensors) for each in (compiled, attend)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def cut(**changes: Any) -> dict[str, Any]:
+    """The ordinary call with its nine slots as pages of three, and these changes."""
+    tables = {"block_tables_BP": torch.tensor([[0, 1, 2], [3, 4, 5]]), "lengths_B": torch.tensor([9, 7])}
+    pages = {
+        name: ordinary()[name].unflatten(2, (3, 3)).movedim(2, 1).flatten(0, 1)
+        for name in ("keys_BGTS", "values_BGTV")
+    }
+    return ordinary(**{**pages, **tables, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lengths_B": None}, "lengths_B must be given with block_tables_BP"),
+        (
+            {"block_tables_BP": torch.zeros(2, 3)},
+            "block_tables_BP is torch.float32; it must be torch.int64 or",
+        ),
+        (
+            {"block_tables_BP": torch.zeros(6, dtype=torch.int32)},
+            r"block_tables_BP \(6,\) must be \(2, any\)",
+        ),
+        ({"block_tables_BP": torch.zeros(3, 3, dtype=torch.int32)}, r"block_tables_BP .* must be \(2, any\)"),
+        ({"block_tables_BP": torch.zeros(2, 0, dtype=torch.int32)}, r"block_tables_BP .* must be \(2, any\)"),
+        ({"queries": torch.zeros(2, 4, 10, 8)}, "Q=10 is more than the T=9 .* P=3 pages of block_tables_BP"),
+        ({"keys_BGTS": torch.zeros(0, 2, 3, 8), "values_BGTV": None}, "keys_BGTS .* no pages"),
+        ({"values_BGTV": torch.zeros(5, 2, 3, 5)}, "values_BGTV"),
+        (
+            {"rope_queries_BHQR": torch.zeros(2, 4, 3, 2), "rope_keys_BTR": torch.zeros(2, 3, 2)},
+            r"rope_keys_BTR \(2, 3, 2\) must be \(6, 3, 2\)",
+        ),
+    ],
+)
+def test_errors_of_pages_name_the_argument(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        stream_attention(**cut(**changes))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"lengths_B": torch.tensor([9, 10])},
+            r"lengths_B \[9, 10\] must be from Q=3 to 9, the slots of block_tables_BP's P=3 pages",
+        ),
+        ({"lengths_B": torch.tensor([2, 9])}, r"lengths_B \[2, 9\] must be from Q=3"),
+        (
+            {"block_tables_BP": torch.tensor([[0, 1, 2], [3, 6, 5]])},
+            "block_tables_BP: sequence 1 has a page that is not from 0 to 5",
+        ),
+        (
+            {"block_tables_BP": torch.tensor([[0, -1, 2], [3, 4, 5]])},
+            "block_tables_BP: sequence 0 has a page",
+        ),
+    ],
+)
+def test_pages_that_are_not_there_are_refused(changes: dict[str, Any], named: str, backend: str) -> None:
+    if backend == "cpu" and (reason := cpu.missing()) is not None:
+        pytest.skip(reason)
+    with pytest.raises(ValueError, match=named):
+        stream_attention(**cut(**changes), backend=backend)
+
+
+def test_entries_that_are_not_followed_may_be_anything() -> None:
+    """Behind a sequence's length, and before its documents."""
+    changes = {"lengths_B": torch.tensor([9, 6]), "starts_BQ": torch.tensor([[3, 4, 8], [0, 0, 0]])}
+    stray = torch.tensor([[-1, 1, 2], [3, 4, 99]])
+    for backend in ("auto", "reference"):
+        expected = stream_attention(**cut(**changes), backend=backend)
+        assert torch.equal(
+            stream_attention(**cut(**changes, block_tables_BP=stray), backend=backend), expected
+        )
 
 
 def quantised(kind: torch.dtype, blocks: int = 1) -> dict[str, Any]:
@@ -247,6 +369,7 @@ def with_every_argument() -> Call:
         "key_weights_HW": torch.ones(4, 2),
         "value_weights_HW": torch.ones(4, 2),
         "slopes_H": torch.ones(4),
+        "block_tables_BP": torch.tensor([[1], [0]]),
     }
 
 
@@ -296,7 +419,11 @@ def test_a_library_that_cannot_be_loaded_is_missing(no_library: None) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("call", [ordinary(), with_every_argument()], ids=["few arguments", "every argument"])
+@pytest.mark.parametrize(
+    "call",
+    [ordinary(), {**with_every_argument(), "block_tables_BP": None}, with_every_argument(), cut()],
+    ids=["few arguments", "no pages", "every argument", "pages"],
+)
 def test_is_an_operator_as_pytorch_wants_them(call: Call, backend: str) -> None:
     names = [argument.name for argument in OPERATOR._schema.arguments]
     options = {**dict.fromkeys(names), **call, "backend": backend}

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import Call, calls, decoding, fresh_memory_of_nan, in_float64, poison
+from streams import Call, begin_alike, calls, decoding, fresh_memory_of_nan, in_float64, paged, poison
 from torch import Tensor
 
 from keyshift.ops.stream_attention import stream_attention
@@ -105,6 +105,17 @@ class TestInterpreted:
     @settings(max_examples=50, deadline=None)
     def test_random_quantised_calls(self, call: Call) -> None:
         compare(call)
+
+    @given(
+        call=st.booleans().flatmap(lambda q: calls(dtype=torch.float32, most_slots=50, quantised=q)),
+        page=st.sampled_from((1, 3, 16, 24, 128)),
+        alike=st.integers(0, 50),
+        seed=st.integers(0, 9),
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_random_calls_over_pages(self, call: Call, page: int, alike: int, seed: int) -> None:
+        begin_alike(call, alike)
+        compare(paged(call, page, seed=seed))
 
     @given(st.sampled_from((torch.bfloat16, torch.float16)).flatmap(lambda dtype: calls(dtype=dtype)))
     @settings(max_examples=40, deadline=None)
@@ -220,7 +231,8 @@ def test_the_benchmark_without_a_gpu() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_random_calls_on_a_gpu(call: Call) -> None:
-    compare({name: value.cuda() if isinstance(value, Tensor) else value for name, value in call.items()})
+    for each in (call, paged(call, 24)):
+        compare({name: value.cuda() if isinstance(value, Tensor) else value for name, value in each.items()})
 
 
 @ordinary
@@ -279,12 +291,27 @@ def quantised(call: Call, dtype: torch.dtype) -> Call:
     return {**call, "keys_BGTS": integers.to(dtype), "key_scales_BGTN": stream[..., :1]}
 
 
+def in_pages(call: Call, page: int) -> Call:
+    """Token by token, with nothing in them."""
+    pages = {
+        name: call[name].new_empty(999, page, call[name].shape[1], call[name].shape[-1]).transpose(1, 2)
+        for name in ("keys_BGTS", "key_scales_BGTN")
+        if name in call
+    }
+    rope = call["rope_keys_BTR"].new_empty(999, page, call["rope_keys_BTR"].shape[-1])
+    tables = torch.empty(8, 512 // page, dtype=torch.int32, device="meta")
+    return {**call, **pages, "rope_keys_BTR": rope, "block_tables_BP": tables}
+
+
 CASES: dict[str, Callable[[], Call]] = {
     "GVA": lambda: served(window=1),
     "shifted GVA": lambda: served(window=2),
     "shifted GVA, 8 new tokens": lambda: served(window=2, new=8),
     "shifted GVA, 8 bits": lambda: quantised(served(window=2), torch.int8),
     "shifted GVA, 4 bits": lambda: quantised(served(window=2), torch.uint8),
+    "shifted GVA, pages of 16": lambda: in_pages(served(window=2), 16),
+    "shifted GVA, pages of 24": lambda: in_pages(served(window=2), 24),
+    "shifted GVA, 8 bits, pages of 16": lambda: in_pages(quantised(served(window=2), torch.int8), 16),
     "shifted GQA": shifted_gqa,
     "MLA": lambda: served(groups=1, width=512, rotary=64, window=1),
     "MLA, 8 bits": lambda: quantised(served(groups=1, width=512, rotary=64, window=1), torch.int8),
@@ -299,6 +326,7 @@ OPTIONS = (
     "slopes_H",
     "key_scales_BGTN",
     "value_scales_BGTN",
+    "block_tables_BP",
 )
 
 

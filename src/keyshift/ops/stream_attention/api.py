@@ -2,7 +2,7 @@
 
 Shapes: B batch, H query heads, G stream heads (query head h reads g(h) = h // (H/G)), Q new tokens, T cached
 tokens (the new ones included), W shift window, S stream width, V value width, R rotary width, N scales per
-stream head.
+stream head, P pages of a sequence.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def stream_attention(
     slopes_H: Tensor | None = None,
     key_scales_BGTN: Tensor | None = None,
     value_scales_BGTN: Tensor | None = None,
+    block_tables_BP: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention of the last Q tokens of every sequence over a cache that holds raw streams.
@@ -66,6 +67,10 @@ def stream_attention(
         slopes_H: ALiBi's slopes; None is 0.
         key_scales_BGTN, value_scales_BGTN: one factor per token, stream head and block of S/N (V/N) channels,
             for a quantised stream; any float dtype.
+        block_tables_BP: integer, for streams and scales that are cut into pages: their first axis is then
+            the page, of any number, and T the slots of a page. Slot t of sequence b lies in page
+            block_tables_BP[b, t // T] at t % T. ``lengths_B`` must be given; entries for slots that are never
+            read may be anything, and several sequences may have the same page. None: sequence b has page b.
         backend: "cpu" (the fused kernel), "triton", "reference", or "auto": the fused one that this machine
             and these tensors have, and the reference where there is none (float64, and whenever gradients
             are wanted, which only the reference has). A backend asked for by name is used or refused.
@@ -84,6 +89,7 @@ def stream_attention(
         raise ValueError(f"backend={backend!r} is not one of auto, {', '.join(BACKENDS)}")
     _check_streams(queries, keys_BGTS, values_BGTV, key_scales_BGTN, value_scales_BGTN)
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
+    _check_pages(queries, keys_BGTS, lengths_B, block_tables_BP)
     rotary = None if rope_queries_BHQR is None else rope_queries_BHQR.shape[-1]
     if (rope_queries_BHQR is None) != (rope_keys_BTR is None):
         raise ValueError("rope_queries_BHQR and rope_keys_BTR come together: pass both or neither")
@@ -94,7 +100,7 @@ def stream_attention(
     _check("rope_queries_BHQR", rope_queries_BHQR, (batch, heads, new, None))
     if rope_queries_BHQR is not None and rope_queries_BHQR.dtype != queries.dtype:
         raise ValueError(f"rope_queries_BHQR is {rope_queries_BHQR.dtype} and queries are {queries.dtype}")
-    _check("rope_keys_BTR", rope_keys_BTR, (batch, keys_BGTS.shape[2], rotary))
+    _check("rope_keys_BTR", rope_keys_BTR, (keys_BGTS.shape[0], keys_BGTS.shape[2], rotary))
     _check("key_weights_HW", key_weights_HW, (heads, None))
     _check("value_weights_HW", value_weights_HW, (heads, None))
     _check("slopes_H", slopes_H, (heads,))
@@ -108,6 +114,7 @@ def stream_attention(
         "slopes_H": slopes_H,
         "key_scales_BGTN": key_scales_BGTN,
         "value_scales_BGTN": value_scales_BGTN,
+        "block_tables_BP": block_tables_BP,
     }
     tensors = {"queries": queries, "keys_BGTS": keys_BGTS, "values_BGTV": values_BGTV, **options}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -160,10 +167,10 @@ def _check_streams(
         raise ValueError(
             f"queries are {queries.dtype}; they must be {', '.join(str(kind) for kind in FLOATS)}"
         )
-    batch, heads, new, width = queries.shape[0], queries.shape[1], queries.shape[-2], queries.shape[-1]
-    if keys.shape[0] != batch or channels(keys) != width:
+    heads, width = queries.shape[1], queries.shape[-1]
+    if channels(keys) != width:
         raise ValueError(
-            f"keys_BGTS {tuple(keys.shape)} does not fit queries {tuple(queries.shape)}: B and S must agree"
+            f"keys_BGTS {tuple(keys.shape)} does not fit queries {tuple(queries.shape)}: S must agree"
         )
     if min(queries.shape) < 1:
         raise ValueError(f"queries {tuple(queries.shape)} are empty; every size must be at least 1")
@@ -173,16 +180,34 @@ def _check_streams(
         raise ValueError(
             f"values_BGTV {tuple(values.shape)} does not fit keys_BGTS {tuple(keys.shape)} in B, G, T"
         )
-    if new > keys.shape[2]:
-        raise ValueError(
-            f"queries {tuple(queries.shape)}: Q={new} is more than the T={keys.shape[2]} of keys_BGTS, "
-            "which hold the new tokens too"
-        )
     _check_scales("key_scales_BGTN", key_scales, "keys_BGTS", keys, queries)
     if values is None and value_scales is not None:
         raise ValueError("value_scales_BGTN must be None where values_BGTV is")
     if values is not None:
         _check_scales("value_scales_BGTN", value_scales, "values_BGTV", values, queries)
+
+
+def _check_pages(queries: Tensor, keys: Tensor, lengths: Tensor | None, tables: Tensor | None) -> None:
+    """Every sequence has its slots, in pages or in a row of its own, and they hold its new tokens."""
+    batch, new, slots = queries.shape[0], queries.shape[-2], keys.shape[2]
+    if tables is None:
+        if keys.shape[0] != batch:
+            raise ValueError(
+                f"keys_BGTS {tuple(keys.shape)} does not fit queries {tuple(queries.shape)}: B must agree"
+            )
+    else:
+        _check("block_tables_BP", tables, (batch, None), floating=False)
+        if lengths is None:
+            raise ValueError("lengths_B must be given with block_tables_BP")
+        if keys.shape[0] == 0 or slots == 0:
+            raise ValueError(f"keys_BGTS {tuple(keys.shape)} has no pages, or pages of no slots")
+        slots *= tables.shape[1]
+    if new > slots:
+        pages = "" if tables is None else f" in the P={tables.shape[1]} pages of block_tables_BP"
+        raise ValueError(
+            f"queries {tuple(queries.shape)}: Q={new} is more than the T={slots} of keys_BGTS{pages}, "
+            "which hold the new tokens too"
+        )
 
 
 def _check_scales(name: str, scales: Tensor | None, of: str, stream: Tensor, queries: Tensor) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from keyshift.ops.stream_attention.pages import check_lengths, no_page
 from keyshift.ops.stream_attention.quantised import channels
 
 FOLDER = Path(__file__).with_name("cpu_kernel")
@@ -32,21 +34,23 @@ QUERY_NUMBERS = 1 << 16
 class _Scales(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "blocks", "stride_b", "stride_g", "stride_t")),
+        *((name, ctypes.c_int64) for name in ("kind", "blocks", "stride_p", "stride_g", "stride_t")),
     ]
 
 
 class _Stream(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "width", "stride_b", "stride_g", "stride_t")),
+        *((name, ctypes.c_int64) for name in ("kind", "width", "stride_p", "stride_g", "stride_t")),
         ("scales", _Scales),
     ]
 
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "steps", "tokens")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "steps")),
+        ("tables", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("wide", "table_stride", "pages", "page")),
         ("scale", ctypes.c_double),
         ("query", ctypes.c_void_p),
         ("rope_query", ctypes.c_void_p),
@@ -61,7 +65,7 @@ class _Call(ctypes.Structure):
             for name in ("key_weights", "value_weights", "slopes", "starts", "lengths", "out")
         ),
         ("query_block", ctypes.c_int64),
-        ("splits", ctypes.c_int64),
+        ("splits", ctypes.POINTER(ctypes.c_int64)),
         ("partials", ctypes.c_void_p),
     ]
 
@@ -102,7 +106,7 @@ def _library() -> ctypes.CDLL:
     library.keyshift_digest.restype = ctypes.c_char_p
     library.keyshift_kernel_name.restype = ctypes.c_char_p
     library.keyshift_kernel_supported.restype = ctypes.c_bool
-    library.keyshift_stream_attention.restype = None
+    library.keyshift_stream_attention.restype = ctypes.c_int64
     library.keyshift_stream_attention.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -148,6 +152,7 @@ def run(
     slopes_H: Tensor | None,
     key_scales_BGTN: Tensor | None,
     value_scales_BGTN: Tensor | None,
+    block_tables_BP: Tensor | None,
     kernel: str | None = None,
 ) -> Tensor:
     """See `keyshift.ops.stream_attention.api.stream_attention`.
@@ -156,12 +161,12 @@ def run(
         kernel: one of `kernels`; None takes the first.
 
     Raises:
-        ValueError: a length that is not between Q and T.
+        ValueError: a length that is not between Q and T, or a page that is wanted and does not exist.
     """
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]
-    groups, total = keys_BGTS.shape[1], keys_BGTS.shape[2]
-    if lengths_B is not None and not bool(((lengths_B >= new) & (lengths_B <= total)).all()):
-        raise ValueError(f"lengths_B {lengths_B.tolist()} must be from Q={new} to T={total}")
+    pages, groups, page = keys_BGTS.shape[:3]
+    lengths = [page] * batch if lengths_B is None else lengths_B.tolist()
+    check_lengths(lengths, new, page, block_tables_BP)
     rope_keys = None if rope_keys_BTR is None else _known(rope_keys_BTR[:, None])
     arguments = _Arguments()
     keys = arguments.stream(keys_BGTS, key_scales_BGTN)
@@ -169,8 +174,8 @@ def run(
     width = keys.width if values_BGTV is None else values.width
     padded = -(-width // PADDING) * PADDING
     query_block = max(1, min(new, QUERY_NUMBERS // (heads * padded)))
-    blocks = batch * -(-new // query_block)
-    splits = max(1, min(total // SPLIT_TOKENS, MOST_TASKS // blocks))
+    blocks = -(-new // query_block)
+    splits = splits_of(lengths, blocks)
     out = queries.new_empty(batch, heads, new, width)
     call = _Call(
         batch=batch,
@@ -178,7 +183,9 @@ def run(
         groups=groups,
         queries=new,
         steps=queries.shape[2] if queries.dim() == 5 else 1,
-        tokens=total,
+        **arguments.tables(block_tables_BP),
+        pages=pages,
+        page=page,
         scale=scale,
         query=arguments.whole(queries),
         rope_query=arguments.whole(rope_queries_BHQR),
@@ -195,14 +202,31 @@ def run(
         lengths=arguments.whole(lengths_B, torch.int64),
         out=arguments.whole(out),
         query_block=query_block,
-        splits=splits,
+        splits=(ctypes.c_int64 * (batch + 1))(*splits),
         partials=arguments.whole(
-            torch.empty(blocks * splits * heads * query_block * (padded + 2), dtype=torch.float32)
+            torch.empty(splits[-1] * blocks * heads * query_block * (padded + 2), dtype=torch.float32)
         ),
     )
     index = next(iter(kernels().values())) if kernel is None else kernels()[kernel]
-    _library().keyshift_stream_attention(ctypes.byref(call), index, torch.get_num_threads(), _parallel())
+    lacking = _library().keyshift_stream_attention(
+        ctypes.byref(call), index, torch.get_num_threads(), _parallel()
+    )
+    if lacking >= 0:
+        raise no_page(lacking, pages)
     return out
+
+
+def splits_of(lengths: list[int], blocks: int) -> list[int]:
+    """Into how many parts the sequences are split, added up: 0, those of the first, of the first two, …
+
+    Tasks are about as long as each other, however unequal the lengths are.
+
+    Args:
+        lengths: of the sequences.
+        blocks: of queries, each of which takes all parts.
+    """
+    share = max(SPLIT_TOKENS, -(-sum(lengths) * blocks // MOST_TASKS))
+    return [0, *accumulate(max(1, length // share) for length in lengths)]
 
 
 def _known(tensor: Tensor) -> Tensor:
@@ -222,6 +246,14 @@ class _Arguments:
             return None
         self.kept.append(tensor.to(dtype or tensor.dtype).contiguous())
         return self.kept[-1].data_ptr()
+
+    def tables(self, tables: Tensor | None) -> dict[str, int]:
+        """The fields of a block table, of which rows are used in place."""
+        if tables is None:
+            return {}
+        tables = self._side_by_side(tables)
+        wide = int(tables.dtype == torch.int64)
+        return {"tables": tables.data_ptr(), "wide": wide, "table_stride": tables.stride(0)}
 
     def stream(self, stream: Tensor | None, scales: Tensor | None) -> _Stream:
         """A stream in place, wherever its channels lie side by side."""

@@ -23,6 +23,7 @@ OPTIONS = (
     "slopes_H",
     "key_scales_BGTN",
     "value_scales_BGTN",
+    "block_tables_BP",
 )
 """The optional tensors, in the order of the schema."""
 

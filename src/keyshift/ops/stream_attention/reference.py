@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from keyshift.ops.stream_attention.pages import readable, whole
 from keyshift.ops.stream_attention.quantised import dequantise
 
 MAX_SCORES = 1 << 24
@@ -43,8 +44,17 @@ def run(
     slopes_H: Tensor | None,
     key_scales_BGTN: Tensor | None,
     value_scales_BGTN: Tensor | None,
+    block_tables_BP: Tensor | None,
 ) -> Tensor:
     """See `keyshift.ops.stream_attention.api.stream_attention`."""
+    if block_tables_BP is not None and lengths_B is not None:
+        pages, page, new = keys_BGTS.shape[0], keys_BGTS.shape[2], queries.shape[-2]
+        found = readable(block_tables_BP, lengths_B, starts_BQ, pages=pages, page=page, new=new)
+        keys_BGTS = whole(keys_BGTS, *found)
+        values_BGTV, rope_keys_BTR, key_scales_BGTN, value_scales_BGTN = (
+            None if stream is None else whole(stream, *found)
+            for stream in (values_BGTV, rope_keys_BTR, key_scales_BGTN, value_scales_BGTN)
+        )
     keys = _floats(keys_BGTS, key_scales_BGTN, queries.dtype)
     values = keys if values_BGTV is None else _floats(values_BGTV, value_scales_BGTN, queries.dtype)
     batch, heads, new = queries.shape[0], queries.shape[1], queries.shape[-2]

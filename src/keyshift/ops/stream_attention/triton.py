@@ -137,12 +137,14 @@ def run(
     slopes_H: Tensor | None,
     key_scales_BGTN: Tensor | None,
     value_scales_BGTN: Tensor | None,
+    block_tables_BP: Tensor | None,
 ) -> Tensor:
     """See `keyshift.ops.stream_attention.api.stream_attention`."""
     from keyshift.ops.stream_attention.triton_kernels import attend, combine
 
     batch, heads, new, key_width = queries.shape[0], queries.shape[1], *queries.shape[-2:]
-    groups, total = keys_BGTS.shape[1:3]
+    groups, page = keys_BGTS.shape[1:3]
+    total = page if block_tables_BP is None else page * block_tables_BP.shape[1]
     value_width = key_width if values_BGTV is None else channels(values_BGTV)
     rope_width = 0 if rope_keys_BTR is None else rope_keys_BTR.shape[-1]
     steps = queries.shape[2] if queries.dim() == 5 else 1
@@ -172,6 +174,7 @@ def run(
             _strided(None if rope_keys_BTR is None else rope_keys_BTR[:, None]),
             _contiguous(starts_BQ),
             _contiguous(lengths_B),
+            _strided(block_tables_BP),
             _contiguous(key_weights_HW),
             _contiguous(value_weights_HW),
             _contiguous(slopes_H),
@@ -189,6 +192,7 @@ def run(
             VALUES_PER_SCALE=None
             if value_scales_BGTN is None
             else value_width // value_scales_BGTN.shape[-1],
+            PAGE=None if block_tables_BP is None else page,
             KEY_WINDOW=key_window,
             VALUE_WINDOW=value_window,
             BLOCK_M=tile.rows,

@@ -12,8 +12,8 @@ L2. To load each block again one slot back would double the traffic there, and L
 memory.
 
 Shapes: M rows, N slots of a block; S, V and R as in api.py, padded to powers of two (BLOCK_S, …). A cached
-stream comes as a tuple of its tensor and strides, everything else is contiguous; None is what a call does
-without.
+stream comes as a tuple of its tensor and strides, and so does a block table; everything else is contiguous;
+None is what a call does without.
 """
 
 # Triton reads the annotations of kernels, and has none for tensors.
@@ -38,6 +38,7 @@ def attend(
     rope_keys,
     starts,  # [B, Q]
     lengths,  # [B]
+    tables,  # [B, P], the pages of each sequence; None: its own number is that of its only page
     key_weights,  # [H, KEY_WINDOW]; None: the queries have a step for every place of the window
     value_weights,  # [H, VALUE_WINDOW]
     slopes,  # [H]
@@ -53,6 +54,7 @@ def attend(
     ROPE_WIDTH: tl.constexpr,
     KEYS_PER_SCALE: tl.constexpr,
     VALUES_PER_SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
     KEY_WINDOW: tl.constexpr,
     VALUE_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,9 +102,15 @@ def attend(
         read_N = (slot_N >= first) & (slot_N < end)
         since_start_MN = slot_N[None, :] - start_M[:, None]
         until_own_MN = own_M[:, None] - slot_N[None, :]
+        page_N, place_N = batch, slot_N
+        if tables is not None:
+            entries, stride_b, stride_p = tables
+            at_N = batch * stride_b + (slot_N // PAGE).to(tl.int64) * stride_p
+            page_N = tl.load(entries + at_N, read_N, other=0).to(tl.int64)[:, None]
+            place_N = slot_N % PAGE
 
         k_NS = _block(
-            keys, key_scales, batch, group, slot_N, read_N, dtype, KEY_WIDTH, KEYS_PER_SCALE, BLOCK_S
+            keys, key_scales, page_N, group, place_N, read_N, dtype, KEY_WIDTH, KEYS_PER_SCALE, BLOCK_S
         )
         score_MN = tl.dot(q_MS, k_NS.T, input_precision="ieee")
         if key_weights is not None:
@@ -113,7 +121,7 @@ def attend(
                 moved_MN = _moved(tl.dot(back_MS, k_NS.T, input_precision="ieee"), back)
                 score_MN += tl.where(since_start_MN >= back, moved_MN, 0)
         if rope_keys is not None:
-            k_rope_NR = _block(rope_keys, None, batch, 0, slot_N, read_N, dtype, ROPE_WIDTH, None, BLOCK_R)
+            k_rope_NR = _block(rope_keys, None, page_N, 0, place_N, read_N, dtype, ROPE_WIDTH, None, BLOCK_R)
             score_MN = tl.dot(q_rope_MR, k_rope_NR.T, score_MN, input_precision="ieee")
         score_MN *= scale * LOG2_E
         if slopes is not None:
@@ -132,9 +140,9 @@ def attend(
             v_NV = _block(
                 values,
                 value_scales,
-                batch,
+                page_N,
                 group,
-                slot_N,
+                place_N,
                 read_N,
                 dtype,
                 VALUE_WIDTH,
@@ -218,20 +226,23 @@ def _rows(data, row_M, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def _block(
     stream,
     scales,
-    batch,
+    page,
     group,
-    slot_N,
+    place_N,
     read_N,
     dtype: tl.constexpr,
     WIDTH: tl.constexpr,
     PER_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[N, BLOCK]: the numbers of some slots, and 0 for those that are not to be read."""
-    slot, channel = slot_N.to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
+    """[N, BLOCK]: the numbers of some slots, and 0 for those that are not to be read.
+
+    They are the places ``place_N`` of one page, or each of a page of its own, [N, 1].
+    """
+    place, channel = place_N.to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = read_N[:, None] & (channel < WIDTH)
-    data, stride_b, stride_g, stride_t, stride_s = stream
-    data += batch * stride_b + group * stride_g + slot * stride_t
+    data, stride_p, stride_g, stride_t, stride_s = stream
+    data += page * stride_p + group * stride_g + place * stride_t
     if data.dtype.element_ty == tl.uint8:
         # Two numbers a byte: the first half of the channels in the low halves, the second in the high ones.
         byte_NS = tl.load(data + channel % (WIDTH // 2) * stride_s, mask, other=0)
@@ -239,8 +250,8 @@ def _block(
     else:
         x_NS = tl.load(data + channel * stride_s, mask, other=0)
     if scales is not None:
-        factor, stride_b, stride_g, stride_t, stride_n = scales
-        factor += batch * stride_b + group * stride_g + slot * stride_t
+        factor, stride_p, stride_g, stride_t, stride_n = scales
+        factor += page * stride_p + group * stride_g + place * stride_t
         if PER_SCALE < WIDTH:
             factor += tl.minimum(channel, WIDTH - 1) // PER_SCALE * stride_n
         factor_NS = tl.load(factor, read_N[:, None]).to(tl.float32)

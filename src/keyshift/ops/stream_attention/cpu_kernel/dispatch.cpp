@@ -82,6 +82,19 @@ void spread(const Call &call, Step step, int64_t count, int64_t threads, Paralle
     for (auto &helper : helpers) helper.join();
 }
 
+// Whether the pages that a sequence's queries look at exist.
+bool has_pages(const Call &call, int64_t b) {
+    if (!call.tables) return true;
+    const int64_t *starts = call.starts ? call.starts + b * call.queries : nullptr;
+    const int64_t first = starts ? std::max<int64_t>(*std::min_element(starts, starts + call.queries), 0) : 0;
+    const int64_t end = call.lengths[b];
+    for (int64_t index = first / call.page; index * call.page < end; index++) {
+        const int64_t page = page_at(call, b, index);
+        if (page < 0 || page >= call.pages) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 // Of what sources this was compiled.
@@ -93,8 +106,12 @@ extern "C" const char *keyshift_kernel_name(int64_t kernel) {
 
 extern "C" bool keyshift_kernel_supported(int64_t kernel) { return kernels()[kernel].supported; }
 
-extern "C" void keyshift_stream_attention(const Call &call, int64_t kernel, int64_t threads, Parallel parallel) {
+// The first sequence of which a page that would be read does not exist; -1, and the call done, where all do.
+extern "C" int64_t keyshift_stream_attention(const Call &call, int64_t kernel, int64_t threads, Parallel parallel) {
+    for (int64_t b = 0; b < call.batch; b++)
+        if (!has_pages(call, b)) return b;
     const Kernel &chosen = kernels()[kernel];
     spread(call, chosen.task, tasks(call), threads, parallel);
     spread(call, chosen.combine, call.batch * query_blocks(call) * call.heads, threads, parallel);
+    return -1;
 }

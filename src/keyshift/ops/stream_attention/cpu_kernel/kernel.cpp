@@ -5,7 +5,8 @@
 // A task is a range of slots of one sequence, for a block of its queries and all heads: a token's stream heads
 // lie side by side in the cache, so tasks read memory in order. A task walks its range in blocks of tokens that
 // fit the first-level cache, group by group, and keeps a running maximum, sum and output per row (a query of one
-// head). The tasks depend on the shapes only, so the result does not depend on the number of threads.
+// head). The tasks depend on shapes and lengths only, so the result does not depend on the number of threads.
+// Pages are read in place too: a block is a list of where its tokens lie.
 //
 // Products are of floats, or of pairs of bfloat16 with float sums where the processor has them (AVX512_BF16) and
 // queries and streams can be held so exactly.
@@ -63,13 +64,14 @@ class Task {
     float *out, *maxima, *sums;
     // Scratch. Tokens start at e0 in keys, values and early, at j0 in the others.
     E *query, *rope_query, *key_rows, *value_rows, *rope_rows, *narrow, *narrow_early;
+    const E **key_heads, **value_heads, **rope_heads;
     float *flowed, *early, *weights, *key_scales, *value_scales;
     Floats *before;
 
     // A block of tokens j0 … j1 - 1 of a stream head; e0 is as far back as a shift reaches.
     struct Block {
         int64_t g, e0, j0, j1;
-        Rows<E> k, v, r;
+        Tokens<E> k, v, r;
     };
 
     const Stream &values() const { return call.values.data ? call.values : call.keys; }
@@ -78,7 +80,7 @@ class Task {
         return call.starts ? std::max<int64_t>(call.starts[b * call.queries + first_query + row % queries], 0) : 0;
     }
     int64_t own_of(int64_t row) const {
-        return (call.lengths ? call.lengths[b] : call.tokens) - call.queries + first_query + row % queries;
+        return (call.lengths ? call.lengths[b] : call.page) - call.queries + first_query + row % queries;
     }
     int64_t head_of(int64_t g, int64_t row) const { return g * per_group + row / queries; }
 
@@ -105,6 +107,11 @@ class Task {
     const E *narrowed(const float *from, int64_t rows, int64_t tokens, int64_t stride, E *into);
 };
 
+// Whose task this is.
+inline int64_t sequence_of(const Call &call, int64_t index) {
+    return std::upper_bound(call.splits, call.splits + call.batch, index / query_blocks(call)) - call.splits - 1;
+}
+
 template <typename E>
 Task<E>::Task(const Call &call, int64_t index)
     : call(call), per_group(call.heads / call.groups), width(padded<E>(call.keys.width)),
@@ -112,9 +119,10 @@ Task<E>::Task(const Call &call, int64_t index)
       halo(std::max({call.steps, call.key_window, call.value_window}) - 1),
       block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 2 * PER_VECTOR<E>, 128)),
       early_reach((halo + 31) / 32 * 32), reach(block + early_reach + 32) {
-    const int64_t split = index % call.splits, rest = index / call.splits;
-    b = rest / query_blocks(call);
-    first_query = rest % query_blocks(call) * call.query_block;
+    b = sequence_of(call, index);
+    const int64_t splits = call.splits[b + 1] - call.splits[b], rest = index - call.splits[b] * query_blocks(call);
+    const int64_t split = rest % splits;
+    first_query = rest / splits * call.query_block;
     queries = std::min(call.query_block, call.queries - first_query);
     const int64_t all_rows = call.heads * call.query_block;
     out = call.partials + index * all_rows * row_width(call);
@@ -125,8 +133,8 @@ Task<E>::Task(const Call &call, int64_t index)
     const int64_t end = own_of(queries - 1) + 1, length = std::max<int64_t>(end - lowest, 0);
     // Splits are whole blocks, so that no task has a small rest.
     const int64_t blocks = (length + block - 1) / block;
-    from = lowest + blocks * split / call.splits * block;
-    to = std::min(lowest + blocks * (split + 1) / call.splits * block, end);
+    from = lowest + blocks * split / splits * block;
+    to = std::min(lowest + blocks * (split + 1) / splits * block, end);
 }
 
 template <typename E>
@@ -138,6 +146,9 @@ void Task<E>::take_scratch() {
     scratch.want(key_rows, tokens * width);
     scratch.want(value_rows, call.values.data ? tokens * value_width : 0);
     scratch.want(rope_rows, tokens * rotary);
+    scratch.want(key_heads, tokens);
+    scratch.want(value_heads, call.values.data ? tokens : 0);
+    scratch.want(rope_heads, rotary ? block : 0);
     scratch.want(narrow, ROWS * reach);
     scratch.want(narrow_early, ROWS * early_reach);
     scratch.want(flowed, ROWS * reach);
@@ -176,28 +187,19 @@ template <typename E>
 const float *Task<E>::read_scales(const Stream &stream, const Block &at, float *into) const {
     if (!scales_tokens(stream)) return nullptr;
     const Scales &scales = stream.scales;
-    const int64_t count = at.j1 - at.e0;
-    auto *from = static_cast<const char *>(scales.data) +
-                 (b * scales.stride_b + at.g * scales.stride_g + at.e0 * scales.stride_t) * size_of(scales.kind);
-    const int64_t step = scales.stride_t * size_of(scales.kind);
-    if (scales.kind == FLOAT32)
-        for (int64_t t = 0; t < count; t++) std::memcpy(into + t, from + t * step, 4);
-    else
-        for (int64_t t = 0; t < count; t++) {
-            uint16_t bits;
-            std::memcpy(&bits, from + t * step, 2);
-            into[t] = widened(bits, scales.kind);
-        }
+    stretches(call, b, at.e0, at.j1, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
+        for (int64_t i = 0; i < count; i++) into[t - at.e0 + i] = scale_of(scales, page, at.g, place + i, 0);
+    });
     return into;
 }
 
 // A group's share of the next block, spread evenly over the work on this one: half of that is scores, half output.
 template <typename E>
 void Task<E>::look_ahead(const Block &at) {
-    const int64_t from = at.j0 + block;
-    next_keys = Ahead(call.keys, b, call.groups, at.g, from, to, block);
-    if (call.values.data) next_values = Ahead(call.values, b, call.groups, at.g, from, to, block);
-    if (rotary && at.g == 0) next_rope = Ahead(call.rope_keys, b, 1, 0, from, to, block);
+    const int64_t begin = at.j0 + block, end = std::min(begin + block, to);
+    next_keys = Ahead(call, call.keys, b, call.groups, at.g, begin, end);
+    if (call.values.data) next_values = Ahead(call, call.values, b, call.groups, at.g, begin, end);
+    if (rotary && at.g == 0) next_rope = Ahead(call, call.rope_keys, b, 1, 0, begin, end);
     const int64_t tiles = (rows() + ROWS - 1) / ROWS, vectors = value_width / LANES;
     rate = (256 * next_keys.lines_per_row() + 2 * tiles * vectors - 1) / (2 * tiles * vectors);
     due = 0;
@@ -213,10 +215,16 @@ void Task<E>::run() {
     std::fill(out, out + all_rows * row_width(call), 0.0f);
     for (int64_t j0 = from; j0 < to; j0 += block) {
         Block at = {0, std::max(j0 - halo, lowest), j0, std::min(j0 + block, to), {}, {}, {}};
-        if (rotary) at.r = rows_of(call.rope_keys, b, 0, j0, at.j1, rope_rows);
+        point(call, call.keys, b, at.e0, at.j1, key_rows, key_heads);
+        if (call.values.data) point(call, call.values, b, at.e0, at.j1, value_rows, value_heads);
+        if (rotary) {
+            point(call, call.rope_keys, b, j0, at.j1, rope_rows, rope_heads);
+            at.r = rows_of(call, call.rope_keys, b, 0, j0, at.j1, rope_rows, rope_heads);
+        }
         for (at.g = 0; at.g < call.groups; at.g++) {
-            at.k = rows_of(call.keys, b, at.g, at.e0, at.j1, key_rows);
-            at.v = call.values.data ? rows_of(call.values, b, at.g, at.e0, at.j1, value_rows) : at.k;
+            at.k = rows_of(call, call.keys, b, at.g, at.e0, at.j1, key_rows, key_heads);
+            at.v = at.k;
+            if (call.values.data) at.v = rows_of(call, call.values, b, at.g, at.e0, at.j1, value_rows, value_heads);
             look_ahead(at);
             const float *k_scales = read_scales(call.keys, at, key_scales);
             const float *v_scales = call.values.data ? read_scales(call.values, at, value_scales) : k_scales;
@@ -438,10 +446,12 @@ void write_row(void *out, Kind kind, int64_t at, const float *row, int64_t width
 
 // The rows of one head in one block of queries, put together from its splits.
 void combine(const Call &call, int64_t index) {
-    const int64_t head = index % call.heads, block = index / call.heads;
-    const int64_t b = block / query_blocks(call), first_query = block % query_blocks(call) * call.query_block;
+    const int64_t head = index % call.heads, all_blocks = index / call.heads;
+    const int64_t b = all_blocks / query_blocks(call), block = all_blocks % query_blocks(call);
+    const int64_t first_query = block * call.query_block, splits = call.splits[b + 1] - call.splits[b];
     const int64_t queries = std::min(call.query_block, call.queries - first_query), width = row_width(call);
-    const int64_t all_rows = call.heads * call.query_block, task = block * call.splits;
+    const int64_t all_rows = call.heads * call.query_block;
+    const int64_t task = call.splits[b] * query_blocks(call) + block * splits;
     const float *outputs = call.partials + task * all_rows * width;
     const float *maxima = call.partials + tasks(call) * all_rows * width + task * all_rows;
     const float *sums = maxima + tasks(call) * all_rows;
@@ -449,10 +459,10 @@ void combine(const Call &call, int64_t index) {
     std::vector<float> row_out(width);
     for (int64_t row = head * queries; row < (head + 1) * queries; row++) {
         float maximum = -INFINITE, total = 0;
-        for (int64_t s = 0; s < call.splits; s++) maximum = std::max(maximum, maxima[s * all_rows + row]);
+        for (int64_t s = 0; s < splits; s++) maximum = std::max(maximum, maxima[s * all_rows + row]);
         const float shift = maximum == -INFINITE ? 0 : maximum;
         std::fill(row_out.begin(), row_out.end(), 0.0f);
-        for (int64_t s = 0; s < call.splits; s++) {
+        for (int64_t s = 0; s < splits; s++) {
             const float factor = exponential(all(maxima[s * all_rows + row] - shift))[0];
             total += factor * sums[s * all_rows + row];
             const float *part = outputs + (s * all_rows + row) * width;

@@ -14,12 +14,15 @@ constexpr int WIDE = M > 4 ? SUMS / 8 : SUMS / 4;
 
 // Query rows times token rows over one stretch of channels, added to vectors of partial sums.
 template <int M, int N>
-INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Rows<float> k, int64_t width) {
+INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Tokens<float> k, int64_t width) {
+    const float *at[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) at[n] = k.row(n);
 #pragma GCC unroll 2
     for (int64_t i = 0; i < width; i += LANES) {
         Floats keys[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) keys[n] = load(k.data + n * k.stride + i);
+        for (int n = 0; n < N; n++) keys[n] = load(at[n] + i);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const Floats query = load(q.data + m * q.stride + i);
@@ -31,12 +34,13 @@ INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Rows<float> k, int64_
 
 // Weights times token rows, added to the outputs of N vectors' width.
 template <int M, int N>
-INLINED void accumulate(Floats (&sums)[M][N], const float *weights, int64_t stride, Rows<float> v, int64_t tokens) {
+INLINED void accumulate(Floats (&sums)[M][N], const float *weights, int64_t stride, Tokens<float> v, int64_t tokens) {
 #pragma GCC unroll 2
     for (int64_t t = 0; t < tokens; t++) {
+        const float *row = v.row(t);
         Floats values[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) values[n] = load(v.data + t * v.stride + n * LANES);
+        for (int n = 0; n < N; n++) values[n] = load(row + n * LANES);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const Floats weight = all(weights[m * stride + t]);
@@ -52,12 +56,15 @@ INLINED Floats dot(Floats sums, __m512i a, __m512i b) {
 }
 
 template <int M, int N>
-INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Rows<Brain> k, int64_t width) {
+INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Tokens<Brain> k, int64_t width) {
+    const Brain *at[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) at[n] = k.row(n);
 #pragma GCC unroll 2
     for (int64_t i = 0; i < width; i += 32) {
         __m512i keys[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) keys[n] = _mm512_loadu_si512(k.data + n * k.stride + i);
+        for (int n = 0; n < N; n++) keys[n] = _mm512_loadu_si512(at[n] + i);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const __m512i query = _mm512_loadu_si512(q.data + m * q.stride + i);
@@ -69,7 +76,7 @@ INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Rows<Brain> k, int64_
 
 // Two tokens at a time: channel by channel their values side by side, as the pairs of weights are.
 template <int M, int N>
-INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stride, Rows<Brain> v, int64_t tokens) {
+INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stride, Tokens<Brain> v, int64_t tokens) {
     alignas(64) static const uint16_t PAIRS[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14,
          46, 15, 47},
@@ -78,8 +85,8 @@ INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stri
     const __m512i low = _mm512_load_si512(PAIRS[0]), high = _mm512_load_si512(PAIRS[1]);
 #pragma GCC unroll 2
     for (int64_t t = 0; t < tokens; t += 2) {
-        const Brain *first = v.data + t * v.stride;
-        const Brain *second = t + 1 < tokens ? first + v.stride : first;  // its weight is 0
+        const Brain *first = v.row(t);
+        const Brain *second = v.row(std::min(t + 1, tokens - 1));  // past the end its weight is 0
         __m512i values[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n += 2) {
@@ -103,9 +110,11 @@ INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stri
 // looks back on lie before it.
 template <typename E>
 struct Scoring {
-    Rows<E> query, keys;
+    Rows<E> query;
+    Tokens<E> keys;
     int64_t width, query_step;  // from the queries of one step of the window to those of the next
-    Rows<E> rope_query, rope_keys;
+    Rows<E> rope_query;
+    Tokens<E> rope_keys;
     int64_t rotary;
     const float *scales;  // of the keys, one per token, or null
     float factor;
@@ -236,9 +245,9 @@ template <typename E>
 struct Weighted {
     const E *weights;
     int64_t stride;
-    Rows<E> v;
+    Tokens<E> v;
     int64_t tokens;
-    Weighted channel(int64_t i) const { return {weights, stride, {v.data + i, v.stride}, tokens}; }
+    Weighted channel(int64_t i) const { return {weights, stride, {v.heads, v.offset + i}, tokens}; }
 };
 
 // `ahead(vectors)` is called on the way.

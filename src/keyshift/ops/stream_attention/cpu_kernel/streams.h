@@ -96,13 +96,25 @@ void read_row(const void *row, Kind kind, int64_t width, E *__restrict out) {
     for (int64_t i = width; i < padded<E>(width); i++) out[i] = 0;
 }
 
-const char *address(const Stream &stream, int64_t b, int64_t g, int64_t t) {
-    const int64_t element = b * stream.stride_b + g * stream.stride_g + t * stream.stride_t;
+// Calls each(page, place, t, count) for the stretches of tokens from … to - 1 of a sequence that lie in one page: where
+// a stretch begins, and which and how many tokens it is.
+template <typename Each>
+INLINED void stretches(const Call &call, int64_t b, int64_t from, int64_t to, Each each) {
+    int64_t index = from / call.page, place = from % call.page;
+    for (int64_t t = from; t < to; place = 0) {
+        const int64_t count = std::min(call.page - place, to - t);
+        each(page_at(call, b, index++), place, t, count);
+        t += count;
+    }
+}
+
+const char *address(const Stream &stream, int64_t page, int64_t g, int64_t place) {
+    const int64_t element = page * stream.stride_p + g * stream.stride_g + place * stream.stride_t;
     return static_cast<const char *>(stream.data) + element * size_of(stream.kind);
 }
 
-inline float scale_of(const Scales &scales, int64_t b, int64_t g, int64_t t, int64_t n) {
-    const int64_t element = b * scales.stride_b + g * scales.stride_g + t * scales.stride_t + n;
+inline float scale_of(const Scales &scales, int64_t page, int64_t g, int64_t place, int64_t n) {
+    const int64_t element = page * scales.stride_p + g * scales.stride_g + place * scales.stride_t + n;
     auto *at = static_cast<const char *>(scales.data) + element * size_of(scales.kind);
     if (scales.kind == FLOAT32) {
         float x;
@@ -117,10 +129,10 @@ inline float scale_of(const Scales &scales, int64_t b, int64_t g, int64_t t, int
 // One scale per token multiplies scores and weights; several multiply the channels.
 inline bool scales_tokens(const Stream &stream) { return stream.scales.data && stream.scales.blocks == 1; }
 
-void scale_channels(float *row, int64_t width, const Scales &scales, int64_t b, int64_t g, int64_t t) {
+void scale_channels(float *row, int64_t width, const Scales &scales, int64_t page, int64_t g, int64_t place) {
     const int64_t block = width / scales.blocks;
     for (int64_t n = 0; n < scales.blocks; n++) {
-        const float factor = scale_of(scales, b, g, t, n);
+        const float factor = scale_of(scales, page, g, place, n);
         for (int64_t i = n * block; i < (n + 1) * block; i++) row[i] *= factor;
     }
 }
@@ -132,21 +144,50 @@ struct Rows {
     Rows from(int64_t t) const { return {data + t * stride, stride}; }
 };
 
-// Tokens as rows: in place where they lie as they should, else in a buffer.
+// Tokens of a stream head as rows, each wherever it lies: `heads` has the rows of the first head.
 template <typename E>
-Rows<E> rows_of(const Stream &stream, int64_t b, int64_t g, int64_t from, int64_t to, E *buffer) {
-    const Kind ready = std::is_same_v<E, float> ? FLOAT32 : BFLOAT16;
-    if (stream.kind == ready && stream.width % PER_VECTOR<E> == 0)
-        return {reinterpret_cast<const E *>(address(stream, b, g, from)), stream.stride_t};
-    const int64_t stride = padded<E>(stream.width);
-    for (int64_t t = from; t < to; t++) {
-        E *row = buffer + (t - from) * stride;
-        read_row(address(stream, b, g, t), stream.kind, stream.width, row);
-        if constexpr (std::is_same_v<E, float>)
-            if (stream.scales.data && !scales_tokens(stream))
-                scale_channels(row, stream.width, stream.scales, b, g, t);
+struct Tokens {
+    const E *const *heads;
+    int64_t offset;
+    INLINED const E *row(int64_t t) const { return heads[t] + offset; }
+    INLINED Tokens from(int64_t t) const { return {heads + t, offset}; }
+};
+
+// Whether the rows of a stream can be multiplied where they are.
+template <typename E>
+bool in_place(const Stream &stream) {
+    return stream.kind == (std::is_same_v<E, float> ? FLOAT32 : BFLOAT16) && stream.width % PER_VECTOR<E> == 0;
+}
+
+// Where the rows of tokens will be, in place or in a buffer, whichever head is read.
+template <typename E>
+void point(const Call &call, const Stream &stream, int64_t b, int64_t from, int64_t to, E *buffer, const E **heads) {
+    if (!in_place<E>(stream)) {
+        for (int64_t t = from; t < to; t++) heads[t - from] = buffer + (t - from) * padded<E>(stream.width);
+        return;
     }
-    return {buffer, stride};
+    stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
+        auto *row = reinterpret_cast<const E *>(address(stream, page, 0, place));
+        for (int64_t i = 0; i < count; i++) heads[t - from + i] = row + i * stream.stride_t;
+    });
+}
+
+// Tokens as rows, after `point`: in place where they lie as they should, else read into the buffer.
+template <typename E>
+Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, int64_t from, int64_t to, E *buffer,
+                  const E *const *heads) {
+    if (in_place<E>(stream)) return {heads, g * stream.stride_g};
+    const int64_t stride = padded<E>(stream.width);
+    stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            E *row = buffer + (t - from + i) * stride;
+            read_row(address(stream, page, g, place + i), stream.kind, stream.width, row);
+            if constexpr (std::is_same_v<E, float>)
+                if (stream.scales.data && !scales_tokens(stream))
+                    scale_channels(row, stream.width, stream.scales, page, g, place + i);
+        }
+    });
+    return {heads, 0};
 }
 
 // The part of a stream that will be wanted next, asked for a few cache lines at a time while something else is
@@ -154,30 +195,28 @@ Rows<E> rows_of(const Stream &stream, int64_t b, int64_t g, int64_t from, int64_
 class Ahead {
   public:
     Ahead() = default;
-    Ahead(const Stream &stream, int64_t b, int64_t groups, int64_t g, int64_t from, int64_t to, int64_t block) {
-        const int64_t size = size_of(stream.kind);
-        row_bytes = stream.width * size / (stream.kind == INT4 ? 2 : 1);
-        if (from >= to) return;
-        if (stream.stride_g * size == row_bytes && stream.stride_t == groups * stream.stride_g) {
-            // Heads side by side: one stretch of memory, of which group g fetches its share.
-            const char *begin = address(stream, b, 0, from), *end = address(stream, b, 0, to);
-            next = begin + g * block * row_bytes;
-            row_end = std::min(next + block * row_bytes, end);
-        } else {
-            next = address(stream, b, g, from);
-            row_end = next + row_bytes;
-            rows_left = std::min(to - from, block) - 1;
-            gap = stream.stride_t * size - row_bytes;
+    Ahead(const Call &call, const Stream &stream, int64_t b, int64_t groups, int64_t g, int64_t from, int64_t to)
+        : call(&call), stream(&stream), b(b), g(g) {
+        const int64_t size = size_of(stream.kind), count = std::max<int64_t>(to - from, 0);
+        head_bytes = row_bytes = stream.width * size / (stream.kind == INT4 ? 2 : 1);
+        left = count;
+        if (stream.stride_g * size == head_bytes) {
+            // Heads side by side: a group fetches all heads of its share of the tokens.
+            row_bytes *= groups;
+            this->g = 0;
+            left = count * (g + 1) / groups - count * g / groups;
+            from += count * g / groups;
         }
+        most = stream.stride_t * size == row_bytes ? left : 1;
+        index = from / call.page;
+        place = from % call.page;
     }
-    int64_t lines_per_row() const { return (row_bytes + 63) / 64; }
+    int64_t lines_per_row() const { return (head_bytes + 63) / 64; }
     INLINED void fetch(int64_t lines) {  // lest the compiler take it for having no effect
         for (; lines > 0; lines--) {
-            if (next >= row_end) {
-                if (rows_left <= 0) return;
-                rows_left--;
-                next = row_end + gap;
-                row_end = next + row_bytes;
+            if (next >= end) {
+                if (left <= 0) return;
+                step();
             }
             __builtin_prefetch(next);
             next += 64;
@@ -185,8 +224,23 @@ class Ahead {
     }
 
   private:
-    const char *next = nullptr, *row_end = nullptr;
-    int64_t row_bytes = 0, rows_left = 0, gap = 0;
+    const Call *call = nullptr;
+    const Stream *stream = nullptr;
+    int64_t b = 0, g = 0, index = 0, place = 0, left = 0, most = 0, head_bytes = 0, row_bytes = 0;
+    const char *next = nullptr, *end = nullptr;  // of the stretch that is being fetched
+
+    // To the next token, or to all that follow it in one stretch of memory.
+    __attribute__((noinline)) void step() {
+        const int64_t count = std::min({most, left, call->page - place});
+        next = address(*stream, page_at(*call, b, index), g, place);
+        end = next + count * row_bytes;
+        left -= count;
+        place += count;
+        if (place == call->page) {
+            place = 0;
+            index++;
+        }
+    }
 };
 
 }  // namespace
