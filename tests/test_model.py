@@ -381,7 +381,14 @@ def test_defaults_depend_on_the_mechanism() -> None:
     expected = {"mha": 4, "mqa": 1, "gqa": 1, "mla": 4, "shared_kv": 1, "gva": 1}
     assert {name: config(attention=name).num_key_value_heads for name in expected} == expected
     assert config(num_attention_heads=8).num_key_value_heads == 2
-    assert [config(attention=name).stream_norm for name in expected] == [False, False, False, True, False, False]
+    assert [config(attention=name).stream_norm for name in expected] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert config(attention="gva").key_map_init == "matched"
     assert config(attention="mla").key_map_init == "standard"
     assert config(attention="gqa").shift_heads == "kv"

@@ -62,9 +62,7 @@ class MappedKeys(SharedKeys):
         init.normal_(self.key_map, std=config.initializer_range)
 
     def match_keys(self, config: KeyshiftConfig) -> None:
-        init.normal_(
-            self.key_map, std=query_rms(config) / (stream_rms(config) * config.head_dim**0.5)
-        )
+        init.normal_(self.key_map, std=query_rms(config) / (stream_rms(config) * config.head_dim**0.5))
 
     def scale_keys_(self, factor: Tensor) -> None:
         self.key_map.mul_(factor)
