@@ -178,12 +178,16 @@ def test_projected_keys(attention: str, fold: bool) -> None:
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("attention", ["gva", "shared_kv"])
 @pytest.mark.parametrize("position", ["none", "alibi", "learned"])
-def test_keys_from_values(attention: str, position: str, fold: bool) -> None:
-    """W_QK = W_Q M^T W_V^T; shared keys have M = 1."""
-    model, layer = ours(attention, position)
+@pytest.mark.parametrize("normed", [True, False])
+def test_keys_from_values(attention: str, position: str, normed: bool, fold: bool) -> None:
+    """W_QK = W_Q M^T W_V^T; shared keys have M = 1; the norm of the values is its gain."""
+    model, layer = ours(attention, position, stream_norm=normed)
     module, gain = layer.self_attn, rows(layer, fold)
     found = layer_weights(model, 1, fold_norms=fold)
+    assert found.unscaled == normed
     value = gain * by_head(module.source.v_proj.weight, 2)
+    if normed:
+        value = value * module.source.norm.weight.detach().double().view(2, 1, 8)
     query = gain * by_head(module.q_proj.weight, 4)
     for head in range(4):
         key_map = module.source.key_map[head].detach().double() if attention == "gva" else torch.eye(8)
@@ -195,7 +199,7 @@ def test_keys_from_values(attention: str, position: str, fold: bool) -> None:
 @pytest.mark.parametrize("fold", [True, False])
 def test_keys_from_a_latent(fold: bool) -> None:
     """W_QK = W_Q W_UK^T W_DKV^T, the latent's norm as its gain; the rotary part stands apart."""
-    model, layer = ours("mla", "decoupled_rope", rope_allocation="additive")
+    model, layer = ours("mla", "decoupled_rope", rope_allocation="additive", stream_norm=True)
     module, gain = layer.self_attn, rows(layer, fold)
     found = layer_weights(model, 1, offset=OFFSET, fold_norms=fold)
     assert found.unscaled

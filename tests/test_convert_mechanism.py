@@ -37,11 +37,13 @@ def source(**fields: Any) -> KeyshiftForCausalLM:
     return model
 
 
-def fitted(model: KeyshiftForCausalLM, rope_width: int, shift: str = "none") -> KeyshiftForCausalLM:
-    """The GVA model, calibrated on random tokens."""
+def fitted(
+    model: KeyshiftForCausalLM, rope_width: int, shift: str = "none", **latent: Any
+) -> KeyshiftForCausalLM:
+    """The GVA or MLA model, calibrated on random tokens."""
     moments = collect(model, [tokens(8, 64, seed=seed) for seed in range(4)])
     turns = average_turns(model.config, 64)
-    target = target_of(model.config, rope_width, shift)
+    target = target_of(model.config, rope_width, shift, **latent)
     target.rope_pairs = choose_pairs([directions(m, m.maps()) for m in moments], turns, rope_width // 2)
     made = KeyshiftForCausalLM(target).eval()
     others = {name: weight for name, weight in model.state_dict().items() if ".self_attn." not in name}
@@ -63,21 +65,50 @@ def fitted(model: KeyshiftForCausalLM, rope_width: int, shift: str = "none") -> 
     ],
     ids=str,
 )
-def test_one_group_with_a_rotary_key_as_wide_as_a_head_is_the_same_model(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("attention", ["gva", "mla"])
+def test_one_group_with_a_rotary_key_as_wide_as_a_head_is_the_same_model(
+    attention: str, fields: dict[str, Any]
+) -> None:
     """All of its keys go into the rotary key and all of its values into the stream."""
     model = source(attention="mqa", **fields)
-    made = fitted(model, model.config.head_dim)
+    made = fitted(model, model.config.head_dim, attention=attention)
+    assert made.config.attention == attention
     assert_close(full(made, tokens(2, 60)), full(model, tokens(2, 60)), 1e-4)
 
 
-def test_keys_that_stand_still_and_are_a_map_of_the_values_are_kept_exactly() -> None:
+@pytest.mark.parametrize("attention", ["gva", "mla"])
+def test_keys_that_stand_still_and_are_a_map_of_the_values_are_kept_exactly(attention: str) -> None:
     """RoPE so slow that only the first pair turns, in which there is nothing."""
     model = source(attention="mqa", rope_theta=1e30)
     for layer in attentions(model):
         mixed = torch.randn(8, 8) @ layer.source.v_proj.weight.detach()
         mixed[[0, 4]] = 0
         layer.source.k_proj.weight.data.copy_(mixed)
-    assert max(layer_errors(model, fitted(model, 2), tokens(2, 60))) < 1e-4
+    assert max(layer_errors(model, fitted(model, 2, attention=attention), tokens(2, 60))) < 1e-4
+
+
+@pytest.mark.parametrize("fields", [{}, {"projection_bias": "all"}], ids=str)
+def test_a_latent_as_wide_as_keys_and_values_keeps_all_keys_that_stand_still(fields: dict[str, Any]) -> None:
+    """Of two groups, whose keys and values have nothing to do with each other: 28 channels, of which one pair
+    has its place in the rotary key."""
+    model = source(num_key_value_heads=2, rope_theta=1e30, **fields)
+    for layer in attentions(model):
+        for parameter in layer.source.k_proj.parameters():
+            parameter.data[[0, 4, 8, 12]] = 0
+    whole, short = (fitted(model, 2, attention="mla", latent_width=width) for width in (26, 25))
+    ids = tokens(2, 60)
+    assert_close(full(whole, ids), full(model, ids), 1e-4)
+    assert max(layer_errors(model, short, ids)) > 1e-3
+
+
+def test_a_wider_latent_is_nearer_and_holds_more_than_the_streams_of_groups() -> None:
+    model = source(num_key_value_heads=2)
+    errors = [
+        sum(layer_errors(model, fitted(model, 4, attention="mla", latent_width=width), tokens(4, 60)))
+        for width in (4, 8, 16, 24)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[2] < sum(layer_errors(model, fitted(model, 4), tokens(4, 60)))
 
 
 def test_a_wider_rotary_key_is_nearer() -> None:
@@ -97,9 +128,10 @@ def test_the_pairs_that_lose_most_without_rotation_are_chosen() -> None:
     assert len(made.config.rope_pairs) == 2
 
 
-def test_a_shift_at_the_identity_changes_nothing() -> None:
+@pytest.mark.parametrize("attention", ["gva", "mla"])
+def test_a_shift_at_the_identity_changes_nothing(attention: str) -> None:
     model = source(num_key_value_heads=2)
-    plain, shifted = fitted(model, 4), fitted(model, 4, shift="kv")
+    plain, shifted = (fitted(model, 4, shift=shift, attention=attention) for shift in ("none", "kv"))
     assert shifted.config.shift == "kv"
     assert torch.equal(full(shifted, tokens(2, 30)), full(plain, tokens(2, 30)))
 
@@ -138,6 +170,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 GVA = ("--attention", "gva", "--text", "text.txt", "--tokens", "2000")
+MLA = ("--attention", "mla", *GVA[2:])
 
 
 def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tmp_path: Path) -> None:
@@ -159,16 +192,39 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
     assert answered.returncode == 0, answered.stderr
 
 
+def test_mla_caches_as_many_bytes_unless_told_otherwise(place: Path, tmp_path: Path) -> None:
+    for name, width, ratio in (("mla", (), 0.625), ("narrow", ("--latent-width", "8"), 0.375)):
+        done = in_process("convert", "llama", tmp_path / name, *MLA, *width, "--json", cwd=place)
+        row = json.loads(done.stdout)
+        assert row["bytes_after"] / row["bytes_before"] == ratio
+        model = KeyshiftForCausalLM.from_pretrained(tmp_path / name)
+        assert (model.config.attention, model.config.stream_norm) == ("mla", False)
+        again = adapt(
+            plan(str(place / "llama")),
+            place / "text.txt",
+            tokens=2000,
+            attention="mla",
+            latent_width=model.config.kv_lora_rank,
+        )
+        assert row["loss_after"] == pytest.approx(again.loss_after, rel=1e-6)
+        assert_close(full(model, tokens(1, 60)), full(again.model, tokens(1, 60)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attention", "mla"], "--attention mla is not known; use same or gva"),
+        (["--attention", "mha"], "--attention mha is not known; use same, gva or mla"),
         (["--attention", "gva"], "pass --text, and no --to"),
         ([*GVA, "--to", "original"], "pass --text, and no --to"),
         (["--attention", "gva", "--text", "nowhere.txt"], "nowhere.txt"),
         (["--attention", "gva", "--text", "short.txt"], "no document has 64 tokens; pass longer text"),
         ([*GVA, "--rope-width", "5"], "--rope-width=5 must be even"),
         ([*GVA, "--rope-width", "5", "--dry-run"], "--rope-width=5 must be even"),
+        ([*GVA, "--latent-width", "5"], "--latent-width 5 is for --attention mla"),
+        (["--latent-width", "5"], "--latent-width 5 is for --attention mla"),
+        (["--attention", "mla"], "--attention mla fits a keyshift model on text: pass --text"),
+        ([*MLA, "--latent-width", "0", "--dry-run"], "--latent-width=0 must be above 0 and at most 32"),
+        ([*MLA, "--latent-width", "33"], "--latent-width=33 must be above 0 and at most 32"),
         ([*GVA, "--shift", "all"], "shift='all' is not known"),
     ],
 )

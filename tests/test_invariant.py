@@ -257,6 +257,7 @@ def test_cases_cover_every_choice_with_every_mechanism() -> None:
             chosen = [case for case in CASES if getattr(case, axis) == choice]
             assert {case.shift_window for case in chosen} == {2, 3, 4}
             assert {case.query_norm for case in chosen} == {False, True}
+            assert {case.stream_norm for case in chosen} >= {False, True} or choice in ("mha", "gqa", "mqa")
             for field in ("shift_heads", "shift_weights", "rope_allocation", "mlp"):
                 if (choice, field) != ("shared_kv", "rope_allocation"):
                     assert {getattr(case, field) for case in chosen} == set(CHOICES[field]), (choice, field)

@@ -212,7 +212,9 @@ def real_text(batch: int, length: int, start: int = 0) -> Tensor:
 MATCHED = [
     {"attention": "gva", "rope_allocation": "additive"},
     {"attention": "gva", "rope_allocation": "carved"},
+    {"attention": "gva", "stream_norm": True},
     {"attention": "mla", "key_map_init": "matched"},
+    {"attention": "mla", "key_map_init": "matched", "stream_norm": False},
     {"attention": "gqa", "key_map_init": "matched"},
     {"attention": "gqa", "key_map_init": "matched", "key_norm": True, "projection_bias": "qkv"},
 ]
@@ -372,16 +374,21 @@ def test_every_choice_constructs_runs_and_trains_or_is_refused() -> None:
 def contradicts(**chosen: str) -> bool:
     carved = chosen["position"] == "decoupled_rope" and chosen["rope_allocation"] == "carved"
     saturated = chosen["shift_weights"] == "gate" and chosen["shift_init"] == "identity"
-    biased = chosen["attention"] == "mla" and chosen["projection_bias"] != "none"
-    return (
-        (carved and chosen["attention"] == "shared_kv") or (saturated and chosen["shift"] != "none") or biased
-    )
+    return (carved and chosen["attention"] == "shared_kv") or (saturated and chosen["shift"] != "none")
 
 
 def test_defaults_depend_on_the_mechanism() -> None:
     expected = {"mha": 4, "mqa": 1, "gqa": 1, "mla": 4, "shared_kv": 1, "gva": 1}
     assert {name: config(attention=name).num_key_value_heads for name in expected} == expected
     assert config(num_attention_heads=8).num_key_value_heads == 2
+    assert [config(attention=name).stream_norm for name in expected] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert config(attention="gva").key_map_init == "matched"
     assert config(attention="mla").key_map_init == "standard"
     assert config(attention="gqa").shift_heads == "kv"
@@ -556,6 +563,7 @@ def test_torch_compile(case: Case) -> None:
     ("fields", "message"),
     [
         ({"query_norm": "no"}, "query_norm='no' must be true or false"),
+        ({"stream_norm": 1}, "stream_norm=1 must be true, false or left out"),
         ({"rope_theta": "x"}, "rope_theta='x' must be a positive number"),
         ({"rope_theta": 0}, "rope_theta=0 must"),
         ({"rms_norm_eps": -5.0}, "rms_norm_eps=-5.0"),

@@ -98,7 +98,7 @@ def test_only_rope_can_be_scaled_and_transformers_way_of_writing_it_is_understoo
     ("fields", "message"),
     [
         ({"key_norm": True, "attention": "gva"}, "key_norm=True with attention='gva' would stand between"),
-        ({"projection_bias": "qkv", "attention": "mla"}, "projection_bias='qkv' with attention='mla'"),
+        ({"stream_norm": True, "attention": "gqa"}, "stream_norm=True with attention='gqa', which projects"),
     ],
 )
 def test_what_stands_in_the_way_of_a_reconstructed_key_is_refused(

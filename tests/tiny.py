@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM
-from keyshift.configuration import CHOICES, GROUPED
+from keyshift.configuration import CHOICES, GROUPED, RECONSTRUCTED
 
 VOCAB = 31
 
@@ -43,6 +43,8 @@ ADOPTED: dict[str, dict[str, Any]] = {
     "llama3": {"scaled_rope": LLAMA3},
     "biases": {"projection_bias": "all"},
     "converted": {"projection_bias": "qkv", "rope_pairs": [3, 0]},
+    "normed": {"projection_bias": "qkv", "stream_norm": True},
+    "plain": {"projection_bias": "all", "stream_norm": False},
 }
 """What other libraries' models have beside the three axes."""
 
@@ -61,6 +63,7 @@ class Case:
     query_norm: bool
     rope_allocation: str
     mlp: str
+    stream_norm: bool | None
     adopted: str = ""
 
     def __str__(self) -> str:
@@ -91,6 +94,7 @@ def case(attention: str, position: str, shift: str) -> Case:
         query_norm=draw((False, True)),
         rope_allocation=draw(allocations),
         mlp=draw(("swiglu", "swiglu", "none")),
+        stream_norm=draw((False, True)) if attention in RECONSTRUCTED else None,
     )
 
 
@@ -120,7 +124,9 @@ FOREIGN = [
     replace(case("gva", "decoupled_rope", "kv"), adopted="qwen2"),
     replace(case("gva", "rope", "k"), adopted="llama3"),
     replace(case("gva", "decoupled_rope", "k"), adopted="converted"),
+    replace(case("gva", "decoupled_rope", "v"), adopted="normed"),
     replace(case("mla", "rope", "none"), adopted="llama3"),
+    replace(case("mla", "decoupled_rope", "k"), adopted="plain"),
     replace(case("shared_kv", "none", "kv"), adopted="biases"),
 ]
 

@@ -64,7 +64,10 @@ class KeyshiftConfig(PreTrainedConfig):
         rope_pairs: which of the pairs of ``head_dim`` channels decoupled RoPE turns as (0 is the fastest); a
             pair may be there twice. None: those of a head of its own width. A converted model's.
         query_norm, key_norm: RMSNorm on each query head, on each key head (of projected keys only).
-        projection_bias: biases of queries, keys and values (``qkv``, Qwen2's), of the output too (``all``).
+        stream_norm: RMSNorm over all that a token caches for its content, before it is cached: the groups'
+            values together, MLA's latent. For reconstructed keys only. Default: with ``mla``.
+        projection_bias: biases of queries, keys and values (``qkv``, Qwen2's; MLA's latent for the last two),
+            of the output too (``all``).
         key_map_init: ``matched`` starts reconstructed and rotary keys at the queries' RMS (GVA paper, eq. 15;
             default for ``gva``), ``standard`` draws them like any weight (default elsewhere).
         mlp: ``swiglu`` or ``none`` (an attention-only model).
@@ -101,6 +104,7 @@ class KeyshiftConfig(PreTrainedConfig):
     shift_init: str = "uniform"
     query_norm: bool = False
     key_norm: bool = False
+    stream_norm: bool = None  # type: ignore[assignment]
     projection_bias: str = "none"
     key_map_init: str = None  # type: ignore[assignment]
     mlp: str = "swiglu"
@@ -208,6 +212,8 @@ class KeyshiftConfig(PreTrainedConfig):
         for field in ("query_norm", "key_norm", "use_cache", "tie_word_embeddings"):
             if not isinstance(getattr(self, field), bool):
                 raise UserError(f"{field}={getattr(self, field)!r} must be true or false")
+        if self.stream_norm is not None and not isinstance(self.stream_norm, bool):
+            raise UserError(f"stream_norm={self.stream_norm!r} must be true, false or left out")
         for field in ("rope_theta", "rms_norm_eps", "initializer_range"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -297,6 +303,8 @@ class KeyshiftConfig(PreTrainedConfig):
             self.shift_heads = "query" if self.attention in RECONSTRUCTED else "kv"
         if self.key_map_init is None:
             self.key_map_init = "matched" if self.attention == "gva" else "standard"
+        if self.stream_norm is None:
+            self.stream_norm = self.attention == "mla"
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -318,10 +326,10 @@ class KeyshiftConfig(PreTrainedConfig):
                 f"key_norm=True with attention={self.attention!r} would stand between the cached stream and "
                 "the query that meets it; leave it out or use attention='gqa'"
             )
-        if self.projection_bias != "none" and self.attention == "mla":
+        if self.stream_norm and self.attention not in RECONSTRUCTED:
             raise UserError(
-                f"projection_bias={self.projection_bias!r} with attention='mla' is not supported: its latent "
-                "is normalised; leave it out or use attention='gqa'"
+                f"stream_norm=True with attention={self.attention!r}, which projects keys: there is no one "
+                "stream to normalise; leave it out or use key_norm=True"
             )
 
     def _check_position(self) -> None:

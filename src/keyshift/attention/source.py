@@ -17,6 +17,17 @@ def query_rms(config: KeyshiftConfig) -> float:
     return 1.0 if config.query_norm else config.initializer_range * config.hidden_size**0.5
 
 
+def stream_rms(config: KeyshiftConfig) -> float:
+    """The RMS of the stream that keys are computed from at init: 1 after its norm, else that of a normalised
+    input through its projection."""
+    return 1.0 if config.stream_norm else config.initializer_range * config.hidden_size**0.5
+
+
+def stream_norm(config: KeyshiftConfig, width: int) -> nn.RMSNorm | None:
+    """The norm over a token's whole stream, where the configuration has one."""
+    return nn.RMSNorm(width, eps=config.rms_norm_eps) if config.stream_norm else None
+
+
 class KeySource(nn.Module):
     """What a token leaves behind (its streams) and how keys and values are had from it.
 

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from keyshift.attention.source import KeySource, query_rms
+from keyshift.attention.source import KeySource, query_rms, stream_norm, stream_rms
 from keyshift.configuration import KeyshiftConfig
 
 
 class SharedKeys(KeySource):
-    """K = V: the value is its own key, and the only thing cached. GVA with M = I."""
+    """K = V: the value is its own key, and the only thing cached. GVA with M = I.
+
+    With ``stream_norm`` the groups' values are normalised together, as DeepSeek's latent is.
+    """
 
     def __init__(self, config: KeyshiftConfig):
         super().__init__()
@@ -23,13 +26,15 @@ class SharedKeys(KeySource):
         self.key_heads = self.value_heads = self.stream_heads = self.groups
         bias = config.projection_bias != "none"
         self.v_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=bias)
+        self.norm = stream_norm(config, self.groups * config.head_dim)
 
     @staticmethod
     def stream_widths(config: KeyshiftConfig) -> tuple[int, int]:
         return 0, config.num_key_value_heads * config.head_dim
 
     def project(self, x_BTE: Tensor) -> tuple[Tensor | None, Tensor]:
-        return None, self.v_proj(x_BTE)
+        values = self.v_proj(x_BTE)
+        return None, values if self.norm is None else self.norm(values)
 
     def expand(self, key_BTS: Tensor | None, value_BTS: Tensor) -> tuple[Tensor, Tensor]:
         values = value_BTS.unflatten(-1, (self.groups, -1))
@@ -57,8 +62,7 @@ class MappedKeys(SharedKeys):
         init.normal_(self.key_map, std=config.initializer_range)
 
     def match_keys(self, config: KeyshiftConfig) -> None:
-        value_rms = config.initializer_range * config.hidden_size**0.5
-        init.normal_(self.key_map, std=query_rms(config) / (value_rms * config.head_dim**0.5))
+        init.normal_(self.key_map, std=query_rms(config) / (stream_rms(config) * config.head_dim**0.5))
 
     def scale_keys_(self, factor: Tensor) -> None:
         self.key_map.mul_(factor)

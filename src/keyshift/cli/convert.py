@@ -27,14 +27,17 @@ def convert(
         str, typer.Option(help="Put in KV shifting that does nothing yet: kv, k or v.")
     ] = "none",
     attention: Annotated[
-        str, typer.Option(help="same; or gva: cache values alone, fitted on --text.")
+        str, typer.Option(help="same; gva: cache values alone; mla: one latent, fitted on --text.")
     ] = "same",
     text: Annotated[
-        Path | None, typer.Option(help="For gva: text to fit and measure on, files or a prepared store.")
+        Path | None, typer.Option(help="For gva, mla: text to fit and measure on, files or a store.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="For gva: how much of the text.")] = 65_536,
+    tokens: Annotated[int, typer.Option(help="For gva, mla: how much of the text.")] = 65_536,
     rope_width: Annotated[
-        int | None, typer.Option(help="For gva: width of the rotary key. Default: half of a head.")
+        int | None, typer.Option(help="For gva, mla: width of the rotary key. Default: half of a head.")
+    ] = None,
+    latent_width: Annotated[
+        int | None, typer.Option(help="For mla: width of the latent. Default: as many bytes as gva.")
     ] = None,
     to: Annotated[
         str, typer.Option(help="keyshift; original: back to where it came from; or an architecture.")
@@ -46,16 +49,24 @@ def convert(
     from keyshift.convert import check_new, plan
 
     console = Console(stderr=as_json, highlight=False)
-    if attention not in ("same", "gva"):
-        raise UserError(f"--attention {attention} is not known; use same or gva")
-    if attention == "gva" and (text is None or to != "keyshift"):
-        raise UserError("--attention gva fits a keyshift model on text: pass --text, and no --to")
+    if attention not in ("same", "gva", "mla"):
+        raise UserError(f"--attention {attention} is not known; use same, gva or mla")
+    if attention != "same" and (text is None or to != "keyshift"):
+        raise UserError(f"--attention {attention} fits a keyshift model on text: pass --text, and no --to")
+    if latent_width is not None and attention != "mla":
+        raise UserError(f"--latent-width {latent_width} is for --attention mla; leave it out")
+    widths: dict[str, Any] = {
+        "attention": attention,
+        "rope_width": rope_width,
+        "latent_width": latent_width,
+        "shift": shift,
+    }
     check_new(destination)
     planned = plan(source, to=to, shift=shift if attention == "same" else "none")
-    if attention == "gva":
+    if attention != "same":
         from keyshift.convert.mechanism import target_of
 
-        target_of(planned.target, rope_width, shift)  # what is refused is refused by a dry run too
+        target_of(planned.target, **widths)  # what is refused is refused by a dry run too
     needs = planned.needs()
     if not as_json:
         console.print(*_lines(needs, attention), sep="\n", soft_wrap=True)
@@ -65,7 +76,7 @@ def convert(
         done = _renamed(planned, destination, console)
     else:
         assert text is not None
-        done = _adapted(planned, destination, console, text, tokens, rope_width, shift)
+        done = _adapted(planned, destination, console, text, tokens, widths)
     if as_json:
         print_json({**needs, **done})
     elif done:
@@ -86,14 +97,13 @@ def _adapted(
     console: Console,
     text: Path,
     tokens: int,
-    rope_width: int | None,
-    shift: str,
+    widths: dict[str, Any],
 ) -> dict[str, Any]:
     from keyshift.convert.mechanism import adapt, write
     from keyshift.progress import stages
 
     with stages(console) as progress:
-        adapted = adapt(planned, text, tokens=tokens, rope_width=rope_width, shift=shift, progress=progress)
+        adapted = adapt(planned, text, tokens=tokens, progress=progress, **widths)
         write(adapted, planned, destination)
     return {"checkpoint": str(destination), **adapted.numbers()}
 
@@ -101,7 +111,7 @@ def _adapted(
 def _lines(needs: dict[str, Any], attention: str) -> list[str]:
     added = f", {needs['added_parameters']:,} of them new" if needs["added_parameters"] else ""
     first = f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}"
-    if attention == "gva":
+    if attention != "same":
         return [
             first,
             f"disk {size(needs['disk_bytes'])}, memory {size(needs['compare_bytes'])} for both models",

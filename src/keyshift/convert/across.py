@@ -1,24 +1,27 @@
-"""GQA into GVA: what a cache of half the size has to hold, found by least squares on calibration text.
+"""GQA into GVA or MLA: what a smaller cache has to hold, found by least squares on calibration text.
 
 Keys turn with RoPE, so no fixed map gives them from a stream that stands still. Of every pair of channels one
 complex combination of the groups' keys, the one with most energy, can go into the one rotary key that all
 heads share. What remains stands still, and the query is turned by what RoPE would do on average over
-distances. Content keys and values of a group then get the stream that predicts both best: reduced-rank
-regression, errors of keys weighed by the queries that meet them, errors of values by the output projection.
+distances. Content keys and values then get the stream that predicts both best, those of a group one of its
+own (GVA), those of all groups a common one (MLA): reduced-rank regression, errors of keys weighed by the
+queries that meet them, errors of values by the output projection.
 
-Shapes: E hidden size, G groups, H heads, D width of a head and of a group's stream, P = D / 2 pairs of
-channels. Inputs have a constant behind them, for biases (0 where a model has none): E + 1. Everything is
-float64.
+Shapes: E hidden size, G groups, g some of them, H heads, D width of a head, S width of a stream, P = D / 2
+pairs of channels. Inputs have a constant behind them, for biases (0 where a model has none): E + 1.
+Everything is float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from keyshift.attention.latent import LatentKeys
 from keyshift.attention.module import Attention, attentions
 from keyshift.attention.rope_scaling import scaled
 from keyshift.attention.value import MappedKeys
@@ -155,9 +158,30 @@ def choose_pairs(layers: Sequence[Directions], turns: Tensor, count: int) -> lis
 
 @torch.no_grad()
 def fill_(target: Attention, source: Attention, moments: Moments, turns: Tensor) -> None:
-    """Weights of a GVA layer, whose rotary pairs are chosen, from a GQA layer; ``turns``: `average_turns`."""
+    """Weights of a GVA or MLA layer, whose rotary pairs are chosen, from a GQA layer; ``turns``:
+    `average_turns`."""
+    maps = moments.maps()
+    keys, values = _turn_(target, source, moments, turns, maps), maps[:, 1]
+    costs = _costs(source, moments, turns)
+    target.o_proj.load_state_dict(source.o_proj.state_dict())
+    if isinstance(target.source, LatentKeys):
+        _fill_latent_(target.source, moments.xx, keys, values, costs)
+        return
     assert isinstance(target.source, MappedKeys)
-    config, maps = target.config, moments.maps()
+    output = _output(source)
+    for group, heads in enumerate(torch.arange(target.heads).chunk(len(costs))):
+        here = slice(group, group + 1)
+        width = values.shape[-1]
+        stream = _stream(moments.xx, keys[:, here], values[:, here], costs[here], width)
+        _set(target.source.v_proj, stream.into, slice(group * width, (group + 1) * width))
+        target.source.key_map[heads] = stream.keys.to(target.source.key_map.dtype)
+        output[:, heads] = output[:, heads] @ stream.values[0].T
+    target.o_proj.weight.copy_(output.flatten(1))
+
+
+def _turn_(target: Attention, source: Attention, moments: Moments, turns: Tensor, maps: Tensor) -> Tensor:
+    """Set the queries and the rotary key; the map to what remains of the keys, [E + 1, G, D]."""
+    config = target.config
     pairs = list(config.rope_pairs or ())
     found = directions(moments, maps)
     keys = as_complex(maps[:, 0])
@@ -169,46 +193,68 @@ def fill_(target: Attention, source: Attention, moments: Moments, turns: Tensor)
     grown = (config.qk_head_dim / config.head_dim) ** 0.5  # the scores are divided by the wider head's root
     content, turning = queries * turns, queries[..., pairs] * give.conj()
     _set(target.q_proj, torch.cat((as_real(content), as_real(turning)), -1).flatten(1) * grown)
-    stands = as_real(turns[None] * as_complex(torch.eye(config.head_dim, dtype=torch.float64)))
-    output = source.o_proj.weight.double().unflatten(1, (target.heads, -1))  # [E, H, D]
-    group_of = [group.tolist() for group in torch.arange(target.heads).chunk(maps.shape[2])]
-    for group, heads in enumerate(group_of):
-        score = torch.einsum("dc,hde,ef->cf", stands, moments.qq[heads], stands) / config.head_dim
-        effect = torch.einsum("ehd,ehc->dc", output[:, heads], output[:, heads]) * moments.tokens
-        into, to_keys, to_values = _stream(
-            moments.xx, as_real(keys[:, group]), maps[:, 1, group], score, effect
+    return as_real(keys)
+
+
+def _costs(source: Attention, moments: Moments, turns: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """How much errors of content keys and of values of every group cost, [D, D] each, positive semidefinite:
+    by the queries that meet them, and by what the output projection makes of them."""
+    width, groups = source.config.head_dim, source.config.num_key_value_heads
+    stands = as_real(turns[None] * as_complex(torch.eye(width, dtype=torch.float64)))
+    output = _output(source)
+    return [
+        (
+            torch.einsum("dc,hde,ef->cf", stands, moments.qq[heads], stands) / width,
+            torch.einsum("ehd,ehc->dc", output[:, heads], output[:, heads]) * moments.tokens,
         )
-        rows = slice(group * config.head_dim, (group + 1) * config.head_dim)
-        _set(target.source.v_proj, into, rows)
-        target.source.key_map[heads] = to_keys.to(target.source.key_map.dtype)
-        output[:, heads] = output[:, heads] @ to_values.T
-    target.o_proj.weight.copy_(output.flatten(1))
-    if source.o_proj.bias is not None:
-        target.o_proj.bias.copy_(source.o_proj.bias)
+        for heads in torch.arange(source.heads).chunk(groups)
+    ]
+
+
+def _output(source: Attention) -> Tensor:
+    """The output projection head by head, [E, H, D]."""
+    return source.o_proj.weight.double().unflatten(1, (source.heads, -1))
+
+
+def _fill_latent_(
+    target: LatentKeys, xx: Tensor, keys: Tensor, values: Tensor, costs: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Weights of MLA: one latent for content keys and values of all groups, [E + 1, G, D] each."""
+    stream = _stream(xx, keys, values, costs, target.down_proj.out_features)
+    _set(target.down_proj, stream.into)
+    for up, maps in ((target.key_up, stream.keys), (target.value_up, stream.values)):
+        per_head = maps.repeat_interleave(target.heads // len(maps), 0)
+        up.weight.copy_(per_head.mT.flatten(0, 1))
+
+
+class Stream(NamedTuple):
+    """A stream of width S: the map from inputs to it, [E + 1, S], and from it to keys and to values,
+    [g, S, D]."""
+
+    into: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 def _stream(
-    xx: Tensor, keys: Tensor, values: Tensor, score: Tensor, effect: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The stream that predicts a group's content keys and values best, as wide as either.
+    xx: Tensor, keys: Tensor, values: Tensor, costs: Sequence[tuple[Tensor, Tensor]], width: int
+) -> Stream:
+    """The stream of this width that predicts the content keys and values of some groups best.
 
     Args:
-        keys, values: maps from inputs, [E + 1, D].
-        score, effect: how much errors of keys and of values cost, [D, D], positive semidefinite.
-
-    Returns:
-        The map from inputs to the stream [E + 1, D], and from the stream to keys and to values, [D, D].
+        keys, values: maps from inputs, [E + 1, g, D].
+        costs: of errors, see `_costs`.
     """
-    width = keys.shape[1]
-    roots = [_root(each) for each in (score, effect)]
-    weighed = torch.cat((keys @ roots[0][0], values @ roots[1][0]), 1)
+    wanted = [*keys.unbind(1), *values.unbind(1)]
+    roots = [_root(cost) for cost in (*(score for score, _ in costs), *(effect for _, effect in costs))]
+    weighed = torch.cat([each @ root for each, (root, _) in zip(wanted, roots, strict=True)], 1)
     energies, vectors = torch.linalg.eigh(weighed.T @ xx @ weighed)
-    top, energy = vectors[:, -width:], energies[-width:].clamp(min=1e-30)
-    as_values = (values.T @ xx @ values).diagonal().mean()
+    top, energy = vectors[:, -width:], energies[-width:].clamp(min=RIDGE * energies[-1].clamp(min=1e-30))
+    as_values = torch.einsum("egd,ef,fgd->", values, xx, values) / values[0].numel()
     size = (as_values / energy).sqrt()  # every channel becomes as large as values are
-    into = weighed @ top * size
-    back = (top / size).T
-    return into, back[:, :width] @ roots[0][1], back[:, width:] @ roots[1][1]
+    back = (top / size).T.unflatten(1, (len(wanted), -1)).unbind(1)
+    maps = torch.stack([each @ inverse for each, (_, inverse) in zip(back, roots, strict=True)])
+    return Stream(weighed @ top * size, *maps.chunk(2))
 
 
 def _root(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,30 +61,48 @@ class Adapted:
         return {**found, **perplexities}
 
 
-def target_of(config: KeyshiftConfig, rope_width: int | None, shift: str) -> KeyshiftConfig:
-    """The configuration of the GVA model of the same sizes, its rotary pairs still to be chosen.
+def target_of(
+    config: KeyshiftConfig,
+    rope_width: int | None,
+    shift: str,
+    *,
+    attention: str = "gva",
+    latent_width: int | None = None,
+) -> KeyshiftConfig:
+    """The configuration of the GVA or MLA model of the same sizes, its rotary pairs still to be chosen.
 
     Args:
         rope_width: d_r; None is half of a head, which keeps all pairs of one group.
+        attention: ``gva`` or ``mla``.
+        latent_width: d_c of ``mla``; None is G d_h, which caches as much as ``gva``.
 
     Raises:
         UserError: a source that is no plain GQA with RoPE, or a width that does not fit.
     """
     if config.attention not in ("mha", "gqa", "mqa") or config.position != "rope" or config.shift != "none":
         raise UserError(
-            f"--attention gva converts MHA, GQA or MQA with RoPE and without a shift, not attention="
+            f"--attention {attention} converts MHA, GQA or MQA with RoPE and without a shift, not attention="
             f"{config.attention!r}, position={config.position!r}, shift={config.shift!r}"
         )
     if config.query_norm or config.key_norm:
         raise UserError(
-            "--attention gva: norms of queries and keys stand between the projection and the map; models "
-            "that have them (Qwen3) cannot be converted"
+            f"--attention {attention}: norms of queries and keys stand between the projection and the map; "
+            "models that have them (Qwen3) cannot be converted"
         )
     width = config.head_dim // 2 if rope_width is None else rope_width
     if width % 2 or not 0 < width <= config.head_dim:
         raise UserError(f"--rope-width={width} must be even, above 0 and at most head_dim={config.head_dim}")
+    content = config.num_key_value_heads * config.head_dim
+    latent = content if latent_width is None else latent_width
+    if not 0 < latent <= 2 * content:
+        raise UserError(
+            f"--latent-width={latent} must be above 0 and at most {2 * content}, all groups' keys and "
+            "values together"
+        )
     changes = {
-        "attention": "gva",
+        "attention": attention,
+        "kv_lora_rank": latent,
+        "stream_norm": False,
         "position": "decoupled_rope",
         "rope_allocation": "additive",
         "qk_rope_head_dim": width,
@@ -102,20 +120,23 @@ def adapt(
     text: Path,
     *,
     tokens: int = 65_536,
+    attention: str = "gva",
     rope_width: int | None = None,
+    latent_width: int | None = None,
     shift: str = "none",
     progress: Progress = lambda what, done, total: None,
 ) -> Adapted:
-    """The model of ``planned``, a plain conversion, as GVA; calibrated and measured on ``text``.
+    """The model of ``planned``, a plain conversion, as GVA or MLA; calibrated and measured on ``text``.
 
     Args:
+        attention, rope_width, latent_width, shift: see `target_of`.
         tokens: of text, a quarter of which is measured on and not fitted to.
 
     Raises:
         UserError: what `target_of` refuses, no tokenizer, too little text.
     """
     assert isinstance(planned.target, KeyshiftConfig)
-    target = target_of(planned.target, rope_width, shift)
+    target = target_of(planned.target, rope_width, shift, attention=attention, latent_width=latent_width)
     source = loaded(planned)
     fitted, held_out = _rows(planned, source, text, tokens)
     moments = collect(source, fitted, progress)
