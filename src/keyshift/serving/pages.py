@@ -117,19 +117,13 @@ class PagedStreams(Streams):
         rope = options.pop("rope_queries_BHQR")
         streams = self.for_attention()
         for group in self.batch.requests:
-
-            def g(x):
-                if x is None:
-                    return None
-                y = x[group.tables_BP.long()]
-                return y.transpose(1, 2).flatten(2, 3) if x.dim() == 4 else y.flatten(1, 2)
-
             found = stream_attention(
                 _of(queries, group.tokens_BT),
-                **{k: g(v) for k, v in streams.items()},
+                **streams,
                 **options,
                 rope_queries_BHQR=None if rope is None else _of(rope, group.tokens_BT),
                 lengths_B=group.lengths_B,
+                block_tables_BP=group.tables_BP,
             )
             out[0, :, group.tokens_BT] = found.transpose(0, 1)
         return out

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.utils import set_weight_attrs
 
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError
@@ -35,7 +36,8 @@ def take_shares_(attention: nn.Module, rank: int, processes: int) -> None:
     for name, parameter in attention.named_parameters():
         # All processes' outputs are added up, and the bias must be in there once.
         lent = name == "o_proj.bias" and rank > 0
-        parameter.weight_loader = _zero_ if lent else partial(_copy_share_, rank=rank, processes=processes)
+        loader = _zero_ if lent else partial(_copy_share_, rank=rank, processes=processes)
+        set_weight_attrs(parameter, {"weight_loader": loader})
 
 
 @torch.no_grad()
