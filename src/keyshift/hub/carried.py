@@ -1,9 +1,9 @@
 """The code that a checkpoint carries: this package's own sources as flat files, for transformers alone.
 
-transformers copies a file of a repository and what it imports from beside it, no folders. So every module that
-the model needs becomes a file ``keyshift_attention_shift.py``, its imports of the package relative ones. Nothing
-else changes but what `CHANGES` names. The entry, `ENTRY`, takes the installed package where there is one, as
-transformers itself does once it was imported: one model class in a process, and its kernels.
+transformers copies a file of a repository and what it imports from beside it, no folders. So every module
+that the model needs becomes a file like ``keyshift_attention_shift.py``, its imports of the package relative
+ones. Nothing else changes but what `CHANGES` names. The entry, `ENTRY`, takes the installed package where
+there is one, as transformers itself does once it was imported: one model class in a process, and its kernels.
 """
 
 from __future__ import annotations
@@ -48,18 +48,14 @@ def carried_files() -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def is_carried(name: str) -> bool:
-    """Whether a file of this name in a folder is one of these, perhaps of another version."""
-    return name == f"{ENTRY}.py" or re.fullmatch(r"keyshift_\w+\.py", name) is not None
-
-
 def _entry() -> str:
     imports = list(_entry_imports())
     package, copies = ("\n".join(f"    {line}" for line in each) for each in zip(*imports, strict=True))
-    return (
-        f'{_header("hub/carried.py")}"""What transformers loads: the installed package\'s classes, else those of the files '
-        f'beside this one."""\n\ntry:\n{package}\nexcept ImportError:\n{copies}\n'
+    about = (
+        "What transformers loads: the installed package, where there is one, else the files beside this one."
     )
+    header = _header("hub/carried.py")
+    return f'{header}"""{about}"""\n\ntry:\n{package}\nexcept ImportError:\n{copies}\n'
 
 
 def _entry_imports() -> Iterator[tuple[str, str]]:
