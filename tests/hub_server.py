@@ -1,7 +1,7 @@
 """A small hub: the few endpoints that huggingface_hub needs to make repositories, to upload and to download.
 
-Repositories are in memory. Git LFS as the hub has it: safetensors go by a request of their own, and their SHA-256
-is checked. A token that is not `TOKEN` is refused.
+Repositories are in memory. Git LFS as the hub has it: safetensors go by a request of their own, and their
+SHA-256 is checked. A token that is not `TOKEN` is refused.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.server.repositories:
             self.answer({**url, "error": "You already created this model repo"}, 409)
             return
-        self.server.repositories[name] = Repository(bool(asked.get("private")))
+        self.server.repositories[name] = Repository(asked.get("visibility") == "private")
         self.answer(url)
 
     def validate(self) -> None:

@@ -17,7 +17,11 @@ from keyshift.errors import UserError, first_line
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Weights that `load_strictly` and conversions refuse."""
+TRAINING_STATE = (
+    *("optimizer*", "scheduler*", "scaler*", "rng_state*", "training_args.bin"),
+    *("trainer_state.json", "keyshift_state.json"),
+)
+"""What a run goes on from, some of it pickles: only ``keyshift train`` reads it, from where it wrote it."""
 
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 """What transformers only warns of."""
@@ -67,15 +71,21 @@ def _refuse_pickled(name: Any) -> None:
     folder = Path(name or "")
     if not name or not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
-    if pickled := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+    if pickled := pickled_weights(folder):
         raise UserError(f"checkpoint {name}: {pickled_reason(pickled[0])}")
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Files that by their names are pickles, and not a training's state."""
+    state = {path for pattern in TRAINING_STATE for path in folder.glob(pattern)}
+    return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern) if path not in state})
 
 
 def pickled_reason(file: str) -> str:
     """Why a file is refused, and what would do."""
     return (
-        f"{file} is a pickle, which can run code when it is loaded; save the model again with save_pretrained, "
-        "which writes safetensors"
+        f"{file} is a pickle, which can run code when it is loaded; save the model again with "
+        "save_pretrained, which writes safetensors"
     )
 
 

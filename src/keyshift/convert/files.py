@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from keyshift.checkpoint import PICKLES, pickled_reason
+from keyshift.checkpoint import pickled_reason, pickled_weights
 from keyshift.errors import RunError, UserError, first_line
 
 WEIGHTS = "model.safetensors"
@@ -100,8 +100,7 @@ def _shards(folder: Path) -> list[str]:
         return shards
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
-    pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickled:
+    if pickled := pickled_weights(folder):
         raise UserError(f"{folder}: {pickled_reason(pickled[0])}")
     raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: no checkpoint of safetensors")
 

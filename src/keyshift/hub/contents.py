@@ -10,17 +10,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from keyshift.cache_report import load_config
-from keyshift.checkpoint import PICKLES, pickled_reason, tokenizer_of
+from keyshift.checkpoint import PICKLES, TRAINING_STATE, pickled_reason, tokenizer_of
 from keyshift.configuration import KeyshiftConfig
 from keyshift.convert import plan
 from keyshift.convert.files import INDEX, Weights
 from keyshift.errors import UserError
 
-TRAINING_STATE = (
-    *("optimizer*", "scheduler*", "scaler*", "rng_state*", "training_args.bin"),
-    *("trainer_state.json", "keyshift_state.json"),
-)
-"""What a run goes on from: only `keyshift train` reads it, from where it wrote it."""
 PICKLED = (*PICKLES, "*.pkl", "*.pickle", "*.joblib")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
