@@ -289,7 +289,7 @@ def test_the_command_says_what_it_takes_what_it_did_and_fits_80_columns(
         (["SRC", "out", "--to", "gpt2"], "--to gpt2 is not known; use one of llama"),
         (["SRC", "out", "--to", "llama", "--shift", "kv"], "leave it out with --to llama"),
         (["empty", "out"], "no model configuration at"),
-        (["pickle", "out"], "pytorch_model.bin, a pickle"),
+        (["pickle", "out"], "pytorch_model.bin is a pickle"),
         (["damaged", "out"], "cannot be read"),
     ],
 )

@@ -330,4 +330,5 @@ def test_every_option_is_documented() -> None:
     assert table(section("docs/evaluate.md", "## Options")).keys() == options("eval")
     assert table(section("docs/decoding.md", "## Generating text")).keys() == options("generate")
     assert table(section("docs/convert.md", "## Options")).keys() == options("convert")
+    assert table(section("docs/hub.md", "## Options")).keys() == options("push")
     assert table(section("docs/pretrain.md", "## Options")).keys() == options("train")

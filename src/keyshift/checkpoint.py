@@ -1,9 +1,10 @@
-"""Checkpoints in: whole, ours, and fitting their configuration, or an error in one line."""
+"""Checkpoints in: safetensors, whole, ours, and fitting their configuration, or an error in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -15,6 +16,13 @@ from keyshift.errors import UserError, first_line
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TRAINING_STATE = (
+    *("optimizer*", "scheduler*", "scaler*", "rng_state*", "training_args.bin"),
+    *("trainer_state.json", "keyshift_state.json"),
+)
+"""What a run goes on from, some of it pickles: only ``keyshift train`` reads it, from where it wrote it."""
+
 PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 """What transformers only warns of."""
 
@@ -22,7 +30,7 @@ PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 def load_strictly(
     load: Callable[..., Any], name: Any, *args: Any, refused: Sequence[str] = PROBLEMS, **kwargs: Any
 ) -> Any:
-    """Call transformers' ``from_pretrained`` and refuse what it only warns of.
+    """Call transformers' ``from_pretrained`` and refuse what it only warns of. Nothing is unpickled.
 
     Args:
         load: the ``from_pretrained`` to call.
@@ -31,8 +39,8 @@ def load_strictly(
         args, kwargs: passed on; ``ignore_mismatched_sizes=True`` still lets misshapen weights through.
 
     Raises:
-        UserError: a checkpoint of another model type, a damaged file, missing, unexpected or misshapen
-            weights.
+        UserError: a checkpoint of another model type, a damaged file, pickled weights, missing, unexpected or
+            misshapen weights.
     """
     wants_info = kwargs.pop("output_loading_info", False)
     problems = set(refused)
@@ -40,6 +48,10 @@ def load_strictly(
         problems.discard("mismatched_keys")
     if name is not None and kwargs.get("config") is None:
         _check_model_type(name)
+    if kwargs.get("use_safetensors") is False:
+        raise UserError("use_safetensors=False would unpickle, which can run code; leave it out")
+    _refuse_pickled(name)
+    kwargs["use_safetensors"] = True
     try:
         with errors_only():
             model, info = load(name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
@@ -52,6 +64,29 @@ def load_strictly(
                 f"{sorted(map(str, info[problem]))[:3]}"
             )
     return (model, info) if wants_info else model
+
+
+def _refuse_pickled(name: Any) -> None:
+    """Say of a folder whose weights are pickles what transformers would say in many words."""
+    folder = Path(name or "")
+    if not name or not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    if pickled := pickled_weights(folder):
+        raise UserError(f"checkpoint {name}: {pickled_reason(pickled[0])}")
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Files that by their names are pickles, and not a training's state."""
+    state = {path for pattern in TRAINING_STATE for path in folder.glob(pattern)}
+    return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern) if path not in state})
+
+
+def pickled_reason(file: str) -> str:
+    """Why a file is refused, and what would do."""
+    return (
+        f"{file} is a pickle, which can run code when it is loaded; save the model again with "
+        "save_pretrained, which writes safetensors"
+    )
 
 
 @contextmanager

@@ -30,6 +30,10 @@ RECONSTRUCTED = ("mla", "shared_kv", "gva")
 """Mechanisms whose keys are computed from the cached stream."""
 
 
+CARRIED = not __name__.startswith("keyshift.")
+"""Whether this file is the copy that a checkpoint carries (`keyshift.hub.carried`)."""
+
+
 class KeyshiftConfig(PreTrainedConfig):
     """Sizes (named as in Llama) and the three axes: where keys come from, position, shift.
 
@@ -118,6 +122,8 @@ class KeyshiftConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if not CARRIED:
+            kwargs.pop("auto_map", None)  # names files of the folder, which are not saved again from here
         self._take_rope_parameters(kwargs)
         self._check_types()
         self._check_choices()
@@ -152,6 +158,13 @@ class KeyshiftConfig(PreTrainedConfig):
         """How many channels of a query RoPE rotates: whole heads, the decoupled slice, or none."""
         return self.qk_head_dim if self.position == "rope" else self.decoupled_width
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """transformers' request to save the code beside the weights: for the copy that a checkpoint carries.
+        The package's goes along with ``keyshift push``."""
+        if CARRIED:
+            super().register_for_auto_class(auto_class)
+
     def shifts(self, what: str) -> bool:
         """Whether ``what`` (``q``, ``k`` or ``v``) is mixed with the previous tokens'."""
         return self.shift != "none" and what in self.shift
@@ -182,9 +195,7 @@ class KeyshiftConfig(PreTrainedConfig):
             )
         if not isinstance(self.scaled_rope, dict):
             raise UserError(f"scaled_rope={self.scaled_rope!r} must be a table with rope_type, or left out")
-        from keyshift.attention.rope_scaling import (
-            check_scaling,
-        )  # itself a part of what reads configurations
+        from keyshift.attention.rope_scaling import check_scaling  # itself of what reads configurations
 
         check_scaling(self.scaled_rope)
 

@@ -97,7 +97,7 @@ class KeyshiftPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Shift):
+        if isinstance(module, Shift) and not getattr(module.weight, "_is_hf_initialized", False):
             init.copy_(module.weight, module.initial_weight().to(module.weight.dtype))
         elif isinstance(module, KeySource):
             module.draw_maps(self.config)

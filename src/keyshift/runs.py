@@ -122,7 +122,7 @@ def plan(recipe: Recipe, sources: Sources, out: Path) -> list[Run]:
 def run_of(variant: Variant, config: KeyshiftConfig, seed: int, sources: Sources, out: Path) -> Run:
     """One variant with one seed, and its place in ``out``; ``config`` is what `models_of` gave for it."""
     tokens = variant.training.batch_size * sources.of(variant).sequence_length
-    return Run(variant, config, seed, out / "runs" / _slug(variant.name) / f"seed-{seed}", tokens)
+    return Run(variant, config, seed, out / "runs" / slug(variant.name) / f"seed-{seed}", tokens)
 
 
 class Sized(Protocol):
@@ -152,7 +152,7 @@ def models_of(recipe: Recipe, data_of: Callable[[Variant], Sized]) -> dict[str, 
         UserError: as `plan`.
     """
     grid = recipe.grid()
-    if len({_slug(name) for name in grid}) < len(grid):
+    if len({slug(name) for name in grid}) < len(grid):
         raise UserError(f"variants {list(grid)} have names too alike to make folders of; rename some")
     models = {name: config_of(variant, data_of(variant)) for name, variant in grid.items()}
     if recipe.equal_parameters is None:
@@ -214,7 +214,7 @@ def config_of(variant: Variant, source: Sized) -> KeyshiftConfig:
     return config
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """A name as a folder's: letters and digits of any script, in lower case, and hyphens."""
     return re.sub(r"[\W_]+", "-", name.lower()).strip("-") or "variant"
 

@@ -6,6 +6,7 @@ eq. 4-6). Shapes: B batch, T tokens, G heads of the input, H heads of the output
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -115,8 +116,7 @@ def spread(first: int, heads: int, role: str, steps: int) -> Tensor:
     The sequence has a dimension for every weight of keys, values and queries, and any stretch of heads fills
     its cube far more evenly than draws do. float32.
     """
-    from scipy.stats import qmc
-
+    qmc = importlib.import_module("scipy.stats").qmc  # which a checkpoint's copy of this file does without
     points = qmc.Sobol(len(ROLES) * steps, scramble=True, rng=0).random_base2(
         (first + heads - 1).bit_length()
     )

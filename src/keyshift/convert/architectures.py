@@ -26,6 +26,9 @@ SAME = (
 ORIGIN = "converted_from"
 """Where a converted configuration keeps its architecture's name, so that there is a way back."""
 
+BASE_MODEL = "base_model"
+"""Where it keeps the source's name on the hub, if it came from there."""
+
 MOVED = re.compile(r"(?<=\.self_attn\.)(k_proj|v_proj|k_norm)(?=\.)")
 MOVED_BACK = re.compile(r"(?<=\.self_attn\.)source\.(k_proj|v_proj|k_norm)(?=\.)")
 

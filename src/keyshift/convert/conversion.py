@@ -16,7 +16,7 @@ from transformers.utils import logging
 from keyshift.cache_report import load_config
 from keyshift.checkpoint import load_strictly
 from keyshift.configuration import KeyshiftConfig
-from keyshift.convert.architectures import ours, renaming, theirs
+from keyshift.convert.architectures import BASE_MODEL, ours, renaming, theirs
 from keyshift.convert.files import Weights, appearing, copy_others, fetched, read_headers, written
 from keyshift.errors import RunError, UserError
 
@@ -81,6 +81,8 @@ def plan(source: str, *, to: str = "keyshift", shift: str = "none") -> Plan:
     config = load_config(str(folder))
     mine = ours(config)
     target = _shifted(mine, shift) if to == "keyshift" else theirs(mine, None if to == "original" else to)
+    if to == "keyshift" and not Path(source).expanduser().is_dir():
+        setattr(target, BASE_MODEL, source)
     if to != "keyshift" and shift != "none":
         raise UserError(f"--shift {shift} is for keyshift models; leave it out with --to {to}")
     weights = read_headers(folder)

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from keyshift.checkpoint import pickled_reason, pickled_weights
 from keyshift.errors import RunError, UserError, first_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NOT_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 """What goes along: tokenizer, generation settings, licence."""
 
@@ -100,12 +100,8 @@ def _shards(folder: Path) -> list[str]:
         return shards
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
-    pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickled:
-        raise UserError(
-            f"{folder} has {pickled[0]}, a pickle, which can run code when it is loaded; save the model "
-            "again with save_pretrained, which writes safetensors"
-        )
+    if pickled := pickled_weights(folder):
+        raise UserError(f"{folder}: {pickled_reason(pickled[0])}")
     raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}: no checkpoint of safetensors")
 
 

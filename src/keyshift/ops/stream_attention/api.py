@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from keyshift.ops.stream_attention import reference
 from keyshift.ops.stream_attention.backends import BACKENDS
 from keyshift.ops.stream_attention.library import OPERATOR, OPTIONS
 from keyshift.ops.stream_attention.quantised import channels
+from keyshift.ops.stream_attention.reference import run as run_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -124,7 +124,7 @@ def stream_attention(
     if _wants_gradients(list(given.values())):
         if backend not in ("auto", "reference"):
             raise ValueError(f"backend={backend!r} has no gradients; use 'reference', or torch.no_grad()")
-        return reference.run(queries, keys_BGTS, values_BGTV, scale=scale, **options)
+        return run_reference(queries, keys_BGTS, values_BGTV, scale=scale, **options)
     return OPERATOR(queries, keys_BGTS, values_BGTV, *(options[name] for name in OPTIONS), scale, backend)
 
 

@@ -18,7 +18,7 @@ BACKENDS = ("cpu", "triton", "reference")
 
 
 def module(name: str) -> ModuleType:
-    return importlib.import_module(f"keyshift.ops.stream_attention.{name}")
+    return importlib.import_module(__name__.removesuffix("backends") + name)
 
 
 def missing(name: str) -> str | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ OPTIONS = (
 )
 """The optional tensors, in the order of the schema."""
 
-_LIBRARY = torch.library.Library("keyshift", "DEF")
+NAMESPACE = re.sub(r"\W", "_", __name__.partition(".ops.")[0])
+"""``keyshift``; of a copy that a checkpoint carries (`keyshift.hub.carried`), one of its own."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
     "stream_attention(Tensor queries, Tensor keys_BGTS, Tensor? values_BGTV, "
     + "".join(f"Tensor? {name}, " for name in OPTIONS)
     + "float scale, str backend) -> Tensor"
 )
-OPERATOR = torch.ops.keyshift.stream_attention.default
+OPERATOR = getattr(torch.ops, NAMESPACE).stream_attention.default
 
 
 @torch.library.impl(_LIBRARY, "stream_attention", "CompositeExplicitAutograd")
@@ -43,7 +47,7 @@ def _run(queries: Tensor, keys_BGTS: Tensor, values_BGTV: Tensor | None, *others
     return choose(backend, queries)(queries, keys_BGTS, values_BGTV, scale=scale, **named)
 
 
-@torch.library.register_fake("keyshift::stream_attention")
+@torch.library.register_fake(f"{NAMESPACE}::stream_attention")
 def _fake(queries: Tensor, keys_BGTS: Tensor, values_BGTV: Tensor | None, *others: object) -> Tensor:
     width = channels(keys_BGTS if values_BGTV is None else values_BGTV)
     return queries.new_empty(queries.shape[0], queries.shape[1], queries.shape[-2], width)
