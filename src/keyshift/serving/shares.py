@@ -16,13 +16,18 @@ def share_of(config: KeyshiftConfig, processes: int) -> KeyshiftConfig:
     """The configuration of one process's part of an attention layer: its query heads and their groups.
 
     Raises:
-        UserError: heads or groups that cannot be shared out.
+        UserError: heads or groups that cannot be shared out; a norm over the values of all groups.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if heads % processes or (groups % processes and processes % groups):
         raise UserError(
             f"tensor_parallel_size={processes} cannot share out {heads} heads and {groups} groups; use a "
             "divisor of both"
+        )
+    if processes > 1 and config.stream_norm and config.attention != "mla":
+        raise UserError(
+            f"tensor_parallel_size={processes}: stream_norm=True normalises the values of all groups together "
+            "and each process has some; serve it on one, or as many in data parallel"
         )
     fields = config.to_dict() | {
         "num_attention_heads": heads // processes,
