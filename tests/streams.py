@@ -132,6 +132,7 @@ def paged(call: Call, page: int, *, seed: int = 0) -> Call:
         if call.get(name) is not None:
             row = call[name].movedim(-2, 1).flatten(2)
             rows[name] = torch.cat((row, _nothing(row, batch, padding, row.shape[2])), dim=1)
+    numbered: dict[bytes, int] = {}
     pages: list[list[Tensor]] = []
     places = []
     tables = torch.randint(-9, 1 << 30, (batch, total // page + 2), generator=generator)
@@ -139,9 +140,9 @@ def paged(call: Call, page: int, *, seed: int = 0) -> Call:
         start, length = _read(call, b)
         for index in range(start // page, -(-length // page)):
             content = [stream[b, index * page : (index + 1) * page] for stream in rows.values()]
-            same = (i for i, other in enumerate(pages) if all(map(torch.equal, content, other)))
-            places.append((b, index, next(same, len(pages))))
-            if places[-1][2] == len(pages):
+            bits = b"".join(bytes(part.contiguous().view(torch.uint8).numpy()) for part in content)
+            places.append((b, index, numbered.setdefault(bits, len(pages))))
+            if len(numbered) > len(pages):
                 pages.append(content)
     numbers = torch.randperm(len(pages) + 3, generator=generator)
     for b, index, number in places:

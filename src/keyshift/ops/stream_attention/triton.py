@@ -90,7 +90,14 @@ def machine(device: int) -> Machine:
 
 
 def tile_for(
-    gpu: Machine, rows: int, widths: tuple[int, ...], window: int, dtype: torch.dtype, quantised: bool
+    gpu: Machine,
+    rows: int,
+    widths: tuple[int, ...],
+    window: int,
+    dtype: torch.dtype,
+    *,
+    quantised: bool,
+    paged: bool,
 ) -> Tile:
     """The largest tile that fits and, in half precision, spills no registers (tests/test_triton.py looks).
 
@@ -101,6 +108,7 @@ def tile_for(
         window: the longer W; at most half of a block is halo.
         dtype: of the queries.
         quantised: dequantised blocks are another copy, and pass through registers.
+        paged: so do the addresses of slots.
     """
     channel_bytes = sum(widths) * dtype.itemsize
     row_tile = 16 if rows <= 16 or quantised else 32
@@ -108,7 +116,11 @@ def tile_for(
     if gpu.hip:  # operands of products pass through registers whole, and so does a block in flight
         most, stages, warps = 32, 2, 8 if wide else 4
     else:  # so do operands of float32, which are not for the tensor cores
-        most, stages, warps = 32 if dtype == torch.float32 else 64, 3, 8 if wide or quantised else 4
+        most, stages, warps = (
+            32 if dtype == torch.float32 or (quantised and paged) else 64,
+            3,
+            8 if wide or quantised else 4,
+        )
     for slots in (64, 32, 16):
         blocks = (stages - 1 + quantised) * slots
         needed = (blocks + row_tile) * channel_bytes + row_tile * slots * 8
@@ -155,7 +167,8 @@ def run(
     rows = heads // groups * new
     widths = (key_width, rope_width) if values_BGTV is None else (key_width, value_width, rope_width)
     quantised = key_scales_BGTN is not None or value_scales_BGTN is not None
-    tile = tile_for(gpu, rows, widths, max(key_window, value_window), queries.dtype, quantised)
+    window, paged = max(key_window, value_window), block_tables_BP is not None
+    tile = tile_for(gpu, rows, widths, window, queries.dtype, quantised=quantised, paged=paged)
     programs = -(-rows // tile.rows) * groups
     splits = splits_for(gpu, programs * batch, total // tile.slots)
 
