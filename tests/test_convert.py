@@ -24,6 +24,17 @@ from keyshift.errors import RunError
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN_IN_FULL = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8.0, "truncate": False}
 
+DENSE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
+"""A DeepSeek model without experts."""
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one key head, tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -37,6 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, yarn": ("qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen2, yarn in full": ("qwen2", {"rope_parameters": {**YARN_IN_FULL, "rope_theta": 1e4}}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "deepseek_v2": ("deepseek_v2", DENSE),
+    "deepseek_v2, narrow keys, tied": (
+        "deepseek_v2",
+        {**DENSE, "qk_nope_head_dim": 4, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2, yarn": ("deepseek_v2", {**DENSE, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "qwen3 with biases": ("qwen3", {"head_dim": 6, "attention_bias": True}),
 }
 
@@ -186,6 +203,24 @@ def with_config(source: Path, target: Path, **changes: Any) -> Path:
         ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "use_sliding_window=true"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("llama", {"hidden_act": "nothing"}, "hidden_act='nothing'"),
+        (
+            "deepseek_v2",
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace=1 of 2 layers: a keyshift model has",
+        ),
+        ("deepseek_v2", {"q_lora_rank": 8}, "q_lora_rank=8 has no place"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias=True has no place"),
+        ("deepseek_v2", {"qk_nope_head_dim": 6}, "qk_nope_head_dim=6 has no place"),
+        (
+            "deepseek_v2",
+            {"rms_norm_eps": 1e-5},
+            "rms_norm_eps=1e-05: the norm over DeepSeek's latent has 1e-06",
+        ),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {**YARN, "mscale_all_dim": 0.7, "mscale": 0.7, "rope_theta": 1e4}},
+            "mscale_all_dim=0.7 also scales",
+        ),
     ],
 )
 def test_what_a_keyshift_model_has_not_is_refused_by_name(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="A checkpoint folder or hub name: llama, mistral, qwen2, qwen3."),
+        typer.Argument(metavar="SRC", help="A checkpoint folder or hub name: llama, qwen3, keyshift, …"),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     shift: Annotated[

@@ -7,13 +7,15 @@ model can have and ours has not is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from keyshift.configuration import KeyshiftConfig
+from keyshift.convert import deepseek
+from keyshift.convert.files import Made
 from keyshift.errors import UserError
 
 SAME = (
@@ -41,11 +43,13 @@ class Architecture:
         beside: our fields beside the sizes, from a configuration of theirs. Raises `UserError` for what ours
             has not.
         settings: their fields beside the sizes, from a configuration of ours that has the right `beside`.
+        seen: the configuration of ours that computes the same and may fit. Raises `UserError`.
     """
 
     name: str
     beside: Callable[[Any], dict[str, Any]]
     settings: Callable[[KeyshiftConfig], dict[str, Any]]
+    seen: Callable[[KeyshiftConfig], KeyshiftConfig] = lambda config: config
 
 
 def _llama(config: Any) -> dict[str, Any]:
@@ -94,6 +98,7 @@ ARCHITECTURES = {
         Architecture("mistral", _mistral, lambda config: {"sliding_window": None}),
         Architecture("qwen2", _qwen2, lambda config: {"use_sliding_window": False}),
         Architecture("qwen3", _qwen3, _biased),
+        Architecture(deepseek.NAME, deepseek.beside, deepseek.settings, deepseek.as_latent),
     )
 }
 """SmolLM, SmolLM2, TinyLlama, Yi, … are ``llama``."""
@@ -116,8 +121,7 @@ def ours(config: PreTrainedConfig) -> KeyshiftConfig:
     if (width := getattr(config, "head_dim", None)) is not None:
         sizes["head_dim"] = width
     return KeyshiftConfig(
-        **sizes,
-        **architecture.beside(config),
+        **{**sizes, **architecture.beside(config)},
         rope_parameters=dict(config.rope_parameters),
         **{ORIGIN: architecture.name},
     )
@@ -136,6 +140,7 @@ def theirs(config: KeyshiftConfig, name: str | None = None) -> PreTrainedConfig:
         name = getattr(config, ORIGIN, None) or _fitting(config)
     if name not in ARCHITECTURES:
         raise UserError(f"--to {name} is not known; use one of {', '.join(ARCHITECTURES)}")
+    config = ARCHITECTURES[name].seen(config)
     fields = {field: getattr(config, field) for field in (*SAME, "head_dim")}
     rope = {"rope_type": "default", **(config.scaled_rope or {}), "rope_theta": config.rope_theta}
     settings = ARCHITECTURES[name].settings(config)
@@ -152,7 +157,9 @@ def theirs(config: KeyshiftConfig, name: str | None = None) -> PreTrainedConfig:
 
 
 def _fitting(config: KeyshiftConfig) -> str:
-    """The architecture whose norms and biases these are."""
+    """The architecture whose keys, norms and biases these are."""
+    if config.position == "decoupled_rope":
+        return deepseek.NAME
     if config.key_norm:
         return "qwen3"
     return "qwen2" if config.projection_bias == "qkv" else "llama"
@@ -177,8 +184,15 @@ def name_in_theirs(name: str) -> str:
     return MOVED_BACK.sub(r"\1", name)
 
 
-def renaming(source: PreTrainedConfig, target: PreTrainedConfig) -> Callable[[str], str]:
-    """From the names of one configuration's model to those of the other's, where it has them."""
-    if isinstance(source, KeyshiftConfig) == isinstance(target, KeyshiftConfig):
-        return lambda name: name
-    return name_in_ours if isinstance(target, KeyshiftConfig) else name_in_theirs
+def made_of(source: PreTrainedConfig, target: PreTrainedConfig, names: Iterable[str]) -> dict[str, Made]:
+    """What every tensor of one configuration's model is made of, from another's that has these ``names``."""
+    made: dict[str, Made] = {}
+    rename: Callable[[str], str] = str
+    if isinstance(source, KeyshiftConfig) and target.model_type == deepseek.NAME:
+        made = deepseek.made_theirs(source)
+    elif isinstance(target, KeyshiftConfig) and source.model_type == deepseek.NAME:
+        made = deepseek.made_ours(target)
+    elif isinstance(source, KeyshiftConfig) != isinstance(target, KeyshiftConfig):
+        rename = name_in_ours if isinstance(target, KeyshiftConfig) else name_in_theirs
+    used = {name for each in made.values() for name in each.sources}
+    return {**made, **{rename(name): Made((name,)) for name in names if name not in used}}

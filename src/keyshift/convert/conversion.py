@@ -16,8 +16,17 @@ from transformers.utils import logging
 from keyshift.cache_report import load_config
 from keyshift.checkpoint import load_strictly
 from keyshift.configuration import KeyshiftConfig
-from keyshift.convert.architectures import BASE_MODEL, ours, renaming, theirs
-from keyshift.convert.files import Weights, appearing, copy_others, fetched, read_headers, written
+from keyshift.convert.architectures import BASE_MODEL, made_of, ours, theirs
+from keyshift.convert.files import (
+    Entry,
+    Made,
+    Weights,
+    appearing,
+    copy_others,
+    fetched,
+    read_headers,
+    written,
+)
 from keyshift.errors import RunError, UserError
 
 TOLERANCE = 1e-5
@@ -33,15 +42,17 @@ class Plan:
     Attributes:
         weights: of the source, by their headers.
         source, target: the configurations.
-        rename: new names of weights; None leaves one out.
-        added: weights that the source has not.
+        made: what every weight of the result is made of, but for what is ``added``.
+        added: weights that the source has nothing for.
+        parameters: of the result.
     """
 
     weights: Weights
     source: PreTrainedConfig
     target: PreTrainedConfig
-    rename: Callable[[str], str | None]
+    made: Mapping[str, Made]
     added: Mapping[str, Tensor]
+    parameters: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,17 +62,17 @@ class Plan:
     def needs(self) -> dict[str, Any]:
         """Parameters, and bytes: of disk for the result, of memory while it is written, and for comparing
         logits afterwards."""
-        added = sum(tensor.nbytes for tensor in self.added.values())
-        parameters = sum(_numel(entry.shape) for entry in self.weights.entries.values())
-        new = sum(tensor.numel() for tensor in self.added.values())
+        used = {name for each in self.made.values() for name in each.sources}
+        new = self.parameters - sum(_numel(self.weights.entries[name].shape) for name in used)
+        added = new * self.dtype.itemsize
         return {
             "from": self.source.model_type,
             "to": self.target.model_type,
-            "parameters": parameters + new,
+            "parameters": self.parameters,
             "added_parameters": new,
             "disk_bytes": sum(self.weights.sizes.values()) + added,
             "memory_bytes": max(self.weights.sizes.values()) + added,
-            "compare_bytes": 2 * 4 * (parameters + new),
+            "compare_bytes": 4 * (2 * self.parameters - new),
         }
 
 
@@ -87,9 +98,10 @@ def plan(source: str, *, to: str = "keyshift", shift: str = "none") -> Plan:
         raise UserError(f"--shift {shift} is for keyshift models; leave it out with --to {to}")
     weights = read_headers(folder)
     _check_dtypes(weights)
-    rename = _without_copies(renaming(config, target), target)
-    added = _added(weights, rename, target)
-    return Plan(weights, config, target, rename, added)
+    names = [name for name in weights.entries if not _computed(name, target)]
+    made = made_of(config, target, names)
+    shapes, added = _checked(weights, made, target)
+    return Plan(weights, config, target, made, added, sum(map(_numel, shapes)))
 
 
 def convert(
@@ -110,7 +122,7 @@ def convert(
     """
     _check_disk(planned, destination.expanduser())
     with appearing(destination) as unfinished:
-        written(planned.weights, unfinished, planned.rename, planned.added, progress)
+        written(planned.weights, unfinished, planned.made, planned.added, progress)
         copy_others(planned.weights.folder, unfinished)
         planned.target.architectures = [_class_name(planned.target)]
         planned.target.save_pretrained(unfinished)
@@ -131,20 +143,17 @@ def _shifted(config: KeyshiftConfig, shift: str) -> KeyshiftConfig:
     return KeyshiftConfig(**{**config.to_dict(), "shift": shift, "shift_init": "identity"})
 
 
-def _without_copies(rename: Callable[[str], str], target: PreTrainedConfig) -> Callable[[str], str | None]:
-    """Leaves out what is computed: the angles of RoPE in old files, an output layer tied to the embedding."""
-
-    def new(name: str) -> str | None:
-        tied = target.tie_word_embeddings and name == "lm_head.weight"
-        return None if tied or name.endswith("rotary_emb.inv_freq") else rename(name)
-
-    return new
+def _computed(name: str, target: PreTrainedConfig) -> bool:
+    """Whether a tensor is left out: RoPE's angles in old files, an output layer tied to the embedding."""
+    tied = target.tie_word_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _added(
-    weights: Weights, rename: Callable[[str], str | None], target: PreTrainedConfig
-) -> dict[str, Tensor]:
-    """The shift's weights; every other one must come from the source, in its shape.
+def _checked(
+    weights: Weights, made: Mapping[str, Made], target: PreTrainedConfig
+) -> tuple[list[tuple[int, ...]], dict[str, Tensor]]:
+    """Shapes of the result's weights, and the shift's weights, which may be new; every other one must come
+    from the source, in its shape.
 
     Raises:
         UserError: tensors that are missing, not known or misshapen, the first few by name.
@@ -153,18 +162,27 @@ def _added(
         model = AutoModelForCausalLM.from_config(target)
     tied = {"lm_head.weight"} if target.tie_word_embeddings else set()
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    found = {new: entry for name, entry in weights.entries.items() if (new := rename(name)) is not None}
-    shifts = {name for name in wanted if name.rsplit(".", 2)[-2].endswith("_shift")} - found.keys()
-    _refuse("missing", sorted(wanted.keys() - found.keys() - shifts), weights)
-    _refuse("not known", sorted(found.keys() - wanted.keys()), weights)
+    shifts = {name for name in wanted if name.rsplit(".", 2)[-2].endswith("_shift")} - made.keys()
+    absent = {name for each in made.values() for name in each.sources if name not in weights.entries}
+    _refuse("missing", sorted((wanted.keys() - made.keys() - shifts) | absent), weights)
+    _refuse("not known", sorted(made.keys() - wanted.keys()), weights)
     misshapen = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
+        f"{name} {found} instead of {list(shape)}"
         for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
+        if name in made and (found := _shape(made[name], weights.entries)) != list(shape)
     ]
     _refuse("misshapen", misshapen, weights)
     dtype = DTYPES[next(iter(weights.entries.values())).dtype]
-    return {name: _identity(wanted[name]).to(dtype) for name in sorted(shifts)}
+    return [*wanted.values()], {name: _identity(wanted[name]).to(dtype) for name in sorted(shifts)}
+
+
+def _shape(made: Made, entries: Mapping[str, Entry]) -> list[int] | str:
+    """The shape of a tensor that is not made yet."""
+    shapes = [entries[name].shape for name in made.sources]
+    try:
+        return list(made.make(*(torch.empty(shape, device="meta") for shape in shapes)).shape)
+    except (RuntimeError, IndexError):  # whatever operation they do not fit
+        return f"from {' and '.join(str(list(shape)) for shape in shapes)}"
 
 
 def _identity(shape: tuple[int, ...]) -> Tensor:

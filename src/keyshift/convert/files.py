@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,19 @@ class Weights:
     folder: Path
     entries: Mapping[str, Entry]
     sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a tensor of the result is made of.
+
+    Attributes:
+        sources: names of tensors of the source.
+        make: from them, in this order; by itself a tensor is taken as it is.
+    """
+
+    sources: tuple[str, ...]
+    make: Callable[..., Tensor] = lambda tensor: tensor
 
 
 def fetched(name: str) -> Path:
@@ -108,20 +121,20 @@ def _shards(folder: Path) -> list[str]:
 def written(
     weights: Weights,
     target: Path,
-    rename: Callable[[str], str | None],
+    made: Mapping[str, Made],
     added: Mapping[str, Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write every tensor under its new name to ``target``, and ``added`` into the last shard.
+    """Write every tensor that is ``made`` to ``target``, and ``added`` into the last shard.
 
     Args:
-        rename: the new name; None leaves the tensor out.
+        made: by name; each goes to the shard that its first source is in.
         progress: called with bytes written and bytes in all.
     """
     places: dict[str, str] = {}
     total, done = sum(weights.sizes.values()), 0
     last = [*weights.sizes][-1]
-    for shard, tensors in _renamed(weights, rename):
+    for shard, tensors in _made(weights, made):
         tensors |= added if shard == last else {}
         save_file(tensors, target / shard, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, shard)
@@ -133,19 +146,30 @@ def written(
         (target / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _renamed(
-    weights: Weights, rename: Callable[[str], str | None]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _made(weights: Weights, made: Mapping[str, Made]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Shard by shard, the tensors under their new names."""
-    for shard in weights.sizes:
-        with safe_open(weights.folder / shard, framework="pt") as content:
-            names = {name: rename(name) for name in content.keys()}  # noqa: SIM118
-            yield shard, {new: content.get_tensor(name) for name, new in names.items() if new is not None}
+    with ExitStack() as opened:
+        contents = {
+            shard: opened.enter_context(safe_open(weights.folder / shard, framework="pt"))
+            for shard in weights.sizes
+        }
+
+        def tensor(name: str) -> Tensor:
+            return contents[weights.entries[name].shard].get_tensor(name)
+
+        for shard in weights.sizes:
+            here = {
+                new: each for new, each in made.items() if weights.entries[each.sources[0]].shard == shard
+            }
+            yield (
+                shard,
+                {new: each.make(*map(tensor, each.sources)).contiguous() for new, each in here.items()},
+            )
 
 
-def tensors_of(weights: Weights, rename: Callable[[str], str | None]) -> dict[str, Tensor]:
+def tensors_of(weights: Weights, made: Mapping[str, Made]) -> dict[str, Tensor]:
     """All tensors under their new names, in memory."""
-    return {name: tensor for _, tensors in _renamed(weights, rename) for name, tensor in tensors.items()}
+    return {name: tensor for _, tensors in _made(weights, made) for name, tensor in tensors.items()}
 
 
 def copy_others(source: Path, target: Path) -> None:

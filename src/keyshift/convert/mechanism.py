@@ -177,7 +177,7 @@ def loaded(planned: Plan) -> KeyshiftForCausalLM:
     """The model of a plan to a keyshift model, float32, in memory."""
     assert isinstance(planned.target, KeyshiftConfig)
     model = KeyshiftForCausalLM(planned.target).eval()
-    weights = {**tensors_of(planned.weights, planned.rename), **planned.added}
+    weights = {**tensors_of(planned.weights, planned.made), **planned.added}
     model.load_state_dict(weights, strict=not planned.target.tie_word_embeddings)
     return model
 
