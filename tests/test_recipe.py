@@ -39,7 +39,10 @@ def reads_text(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted(builtin_recipes()))
 def test_built_in_recipes_are_valid_down_to_their_models(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    KeyshiftConfig(vocab_size=300, shift="kv").save_pretrained("shifted")  # the checkpoint that adopt is for
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    KeyshiftConfig(**sizes, shift="kv").save_pretrained("shifted")  # the checkpoint that adopt is for
+    KeyshiftConfig(**sizes, attention="gva").save_pretrained("gva")  # and those that heal is for
+    KeyshiftForCausalLM(KeyshiftConfig(**sizes)).save_pretrained("source")
     recipe = load_recipe(name, {"data.paths": ["x.txt"]} if reads_text(name) else None)
     for variant in recipe.grid().values():
         config_of(variant, Sizes(300, 32))
@@ -530,7 +533,7 @@ def test_a_wrong_type_is_named_in_one_line(tmp_path: Path, text: str, message: s
     assert len(str(caught.value)) < 220 + len(str(path))
 
 
-WORDS = {"schedule", "clipping", "unstable", "trained", "start_from"}
+WORDS = {"schedule", "clipping", "unstable", "trained", "start_from", "distil_from"}
 NUMBERS = set(Training.model_fields) - WORDS
 
 

@@ -32,6 +32,7 @@ def torchrun(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess
 def both(tmp_path_factory) -> Path:
     """What two processes trained."""
     out = tmp_path_factory.mktemp("both")
+    together.teacher(out)
     done = torchrun(together.__file__, str(out))
     assert done.returncode == 0, done.stderr[-4000:]
     return out
@@ -98,6 +99,16 @@ def test_adaptive_clipping_goes_by_the_norm_of_all_processes(both, report, tmp_p
     assert shared["clipper"]["first"] == pytest.approx(alone["clipper"]["first"], rel=1e-4)
     assert shared["losses"]["first"] == pytest.approx(alone["losses"]["first"], rel=1e-5)
     assert len(alone["losses"]["first"]) == 6
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_two_processes_learn_from_a_teacher_what_one_learns(both, report, tmp_path, parallel):
+    """Replicas of micro-batches, and shares of a model."""
+    alone = together.run(tmp_path, "gva", "ddp", together.teacher(both))
+    shared = report["histories"][f"{parallel}-taught"]
+    keys = ("loss", "kl", "attention_error", "label_loss", "eval_loss")
+    assert losses(shared, *keys) == pytest.approx(losses(alone, *keys), abs=1e-5)
+    assert_close(weights(both / f"{parallel}-taught"), weights(tmp_path), 1e-5)
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)

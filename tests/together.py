@@ -32,6 +32,11 @@ MECHANISMS = {
 }
 
 
+TAUGHT = SETTINGS.model_copy(
+    update={"distil_logits": 0.7, "distil_attention": 0.4, "distil_labels": 0.2, "probe_steps": None}
+)
+
+
 class Uneven(TaskSource):
     """Rows with very different numbers of labels that count: a mean of means is not the mean."""
 
@@ -58,6 +63,13 @@ def run(out: Path, mechanism: str, parallel: str, settings: Training = SETTINGS,
     tied = options.pop("tied", False)
     trained = model(mechanism, tie_word_embeddings=tied)
     return train(trained, source(), settings, out, seed=0, engine=engine, **options).history
+
+
+def teacher(out: Path) -> Training:
+    """A teacher for all to learn from, written by the one that starts the processes, and how."""
+    if not (out / "teacher").exists():
+        model(seed=1).save_pretrained(out / "teacher")
+    return TAUGHT.model_copy(update={"distil_from": str(out / "teacher")})
 
 
 def interrupted(out: Path, parallel: str) -> None:
@@ -107,6 +119,9 @@ def main() -> None:
         interrupted(out / f"{parallel}-parts", parallel)
         run(out / f"{parallel}-tied", "gqa", parallel, tied=True)
         zclip = SETTINGS.model_copy(update={"clipping": "zclip", "spike_zscore": 6.0})
+        name = f"{parallel}-taught"
+        micro = 1 if parallel == "ddp" else None
+        histories[name] = run(out / name, "gva", parallel, teacher(out), micro_batch_size=micro)
         histories[f"{parallel}-zclip"] = run(out / f"{parallel}-zclip", "gva", parallel, zclip)
     messages = {
         "processes": refused(processes=3),

@@ -111,6 +111,7 @@ def _facts(metrics: dict[str, float]) -> Iterator[str]:
     """The latest numbers in words, what matters most first."""
     shown = {
         "loss": "loss {:.3f}",
+        "kl": "KL {:.3f}",
         "eval_loss": "val {:.3f}",
         "eval_accuracy": "acc {:.1%}",
         "mfu": "MFU {:.0%}",

@@ -172,14 +172,16 @@ def positions_of(config: Any) -> int:
 
 
 def fingerprint(model: Any, tokenizer: Any) -> str:
-    """A hash of everything that an answer depends on: weights, configuration, tokenizer."""
+    """A hash of everything that an answer depends on: weights, configuration, tokenizer (None: tokens are
+    asked about)."""
     content = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     settings = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
     content.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    content.update(_tokenizer_text(tokenizer).encode())
+    if tokenizer is not None:
+        content.update(_tokenizer_text(tokenizer).encode())
     return content.hexdigest()
 
 

@@ -25,6 +25,7 @@ from keyshift.runs import (
     models_of,
     run_of,
 )
+from keyshift.teacher import teacher_config
 from keyshift.training import (
     Progress,
     TaskSource,
@@ -149,8 +150,15 @@ def dry_run(
         progress("looking at variants", len(rows), len(names))
         each, config = grid[name], models[name]
         length = _sizes(recipe, each).sequence_length
+        teacher = teacher_config(each.training)
         timed = time_step(
-            config, each.training, recipe.engine, sequence_length=length, world_size=world, half=half
+            config,
+            each.training,
+            recipe.engine,
+            sequence_length=length,
+            world_size=world,
+            half=half,
+            teacher=teacher,
         )
         rows.append(
             budget(
@@ -161,6 +169,7 @@ def dry_run(
                 sequence_length=length,
                 world_size=world,
                 half=half,
+                teacher=teacher,
                 timed=timed,
             )
         )

@@ -27,6 +27,7 @@ from keyshift.provenance import environment
 from keyshift.recipe import VARIANT, Recipe, Variant, build_task
 from keyshift.results import Point, RunResult, Status
 from keyshift.start import configuration_at, starting_model
+from keyshift.teacher import check_teacher
 from keyshift.training import (
     BatchSource,
     MixedSource,
@@ -204,6 +205,7 @@ def config_of(variant: Variant, source: Sized) -> KeyshiftConfig:
             config = configuration_at(training.start_from, variant.model, source.vocab_size)
         if training.trained == "shift" and config.shift == "none":
             raise UserError("training.trained='shift', but the model has no shift; use 'all'")
+        check_teacher(training, config, length)
     except UserError as error:
         raise UserError(f"variant {variant.name!r}: {error}") from error
     if config.max_position_embeddings < length:

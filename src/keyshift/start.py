@@ -58,15 +58,24 @@ def starting_model(config: KeyshiftConfig, training: Training, tokenizer: Path |
     if training.start_from is None:
         return KeyshiftForCausalLM(config)
     start = os.path.expanduser(training.start_from)
-    own = tokenizer_of(start)
-    if own is not None and tokenizer is not None:
-        given = tokenizer_of(str(tokenizer))
-        if own.get_vocab() != given.get_vocab():
-            raise UserError(
-                f"the data was tokenised with another tokenizer than that of training.start_from={start!r}; "
-                f"set data.tokenizer={start!r}, or prepare the text with it"
-            )
+    check_tokenizer("training.start_from", start, tokenizer)
     model: KeyshiftForCausalLM = KeyshiftForCausalLM.from_pretrained(
         start, config=config, dtype=torch.float32
     )
     return model
+
+
+def check_tokenizer(key: str, name: str, tokenizer: Path | None) -> None:
+    """Raises `UserError` if the checkpoint ``name`` that ``key`` names has another tokenizer than the data.
+
+    Args:
+        tokenizer: the folder of the data's, if tokens are words.
+    """
+    own = tokenizer_of(name)
+    if own is not None and tokenizer is not None:
+        given = tokenizer_of(str(tokenizer))
+        if own.get_vocab() != given.get_vocab():
+            raise UserError(
+                f"the data was tokenised with another tokenizer than that of {key}={name!r}; "
+                f"set data.tokenizer={name!r}, or prepare the text with it"
+            )

@@ -33,6 +33,7 @@ def check_recipe(recipe: Recipe, origin: str, *, text_named: bool = True) -> Non
     for variant in grid.values():
         _check_sources(recipe, variant, origin)
         _check_fields(recipe, variant, origin)
+        _check_distillation(recipe, variant, origin)
     check_comparisons(recipe, grid, origin)
     model = recipe.equal_parameters
     if model is not None and model not in recipe.variants:
@@ -108,6 +109,23 @@ def _check_fields(recipe: Recipe, variant: Variant, origin: str) -> None:
                 f"recipe {origin}: {key_path(*where, field)} is not known; "
                 f"{nearest(field, [*sorted(OVERRIDABLE), *config_fields()])}"
             )
+
+
+def _check_distillation(recipe: Recipe, variant: Variant, origin: str) -> None:
+    """Raises `UserError` for a teacher that nothing is learned from, or whose attention is not seen."""
+    training = variant.training
+    if training.distil_from is None:
+        return
+    if not any((training.distil_logits, training.distil_attention, training.distil_labels)):
+        raise UserError(
+            f"recipe {origin}: training.distil_logits, distil_attention and distil_labels are all 0: nothing "
+            "is left to train for"
+        )
+    if training.distil_attention and recipe.engine.compile:
+        raise UserError(
+            f"recipe {origin}: engine.compile=true hides the attention outputs that "
+            f"training.distil_attention={training.distil_attention} compares; leave one of them out"
+        )
 
 
 def _origin_of(field: str, recipe: Recipe) -> tuple[str, ...]:

@@ -65,6 +65,14 @@ class Training(Section):
         description="a keyshift checkpoint whose model and weights training starts from; None: fresh ones",
     )
     trained: Literal["all", "shift"] = Field("all", description="which weights move: all, or α, β, γ alone")
+    distil_from: str | None = Field(
+        None, description="a checkpoint, the teacher, that the model is trained to match; None: labels alone"
+    )
+    distil_logits: float = Field(1.0, ge=0, description="weight of KL(teacher || model), nats per token")
+    distil_attention: float = Field(
+        1.0, ge=0, description="weight of the relative squared error of attention outputs, mean over layers"
+    )
+    distil_labels: float = Field(0.0, ge=0, description="weight of the cross-entropy, nats per token")
     steps: int = Field(600, ge=1)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(1e-3, gt=0)

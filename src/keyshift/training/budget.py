@@ -59,8 +59,10 @@ def count_parameters(config: KeyshiftConfig) -> Counts:
     return Counts(total, inner, shift, multiplied, block)
 
 
-def flops_per_token(config: KeyshiftConfig, sequence_length: int) -> int:
-    """FLOPs that training needs for a token: 6 N + 6 L T H (d_qk + d_h).
+def flops_per_token(
+    config: KeyshiftConfig, sequence_length: int, teacher: KeyshiftConfig | None = None
+) -> int:
+    """FLOPs that training needs for a token: 6 N + 6 L T H (d_qk + d_h); of a teacher, a third as much.
 
     N are the parameters that a token is multiplied by (2 FLOPs each, and twice that backward); the other term
     is scores and their weighted sum of values, over the whole square: kernels that leave out what the causal
@@ -70,7 +72,8 @@ def flops_per_token(config: KeyshiftConfig, sequence_length: int) -> int:
     """
     widths = config.qk_head_dim + config.head_dim
     attention = config.num_hidden_layers * sequence_length * config.num_attention_heads * widths
-    return 6 * (count_parameters(config).multiplied + attention)
+    forward = 0 if teacher is None else flops_per_token(teacher, sequence_length) // 3
+    return 6 * (count_parameters(config).multiplied + attention) + forward
 
 
 def budget(
@@ -82,6 +85,7 @@ def budget(
     sequence_length: int,
     world_size: int,
     half: bool,
+    teacher: KeyshiftConfig | None = None,
     timed: StepTime | None = None,
 ) -> dict[str, Any]:
     """Everything about one variant's run, of JSON values; bytes are those of one process.
@@ -89,6 +93,7 @@ def budget(
     Args:
         name: the variant's.
         half: products in bfloat16.
+        teacher: the model that it is distilled from, if there is one.
         timed: a step's time; None leaves it open.
     """
     import torch
@@ -97,7 +102,7 @@ def budget(
 
     counts = count_parameters(config)
     tokens_per_step = training.batch_size * sequence_length
-    flops = flops_per_token(config, sequence_length)
+    flops = flops_per_token(config, sequence_length, teacher)
     rows = micro_batch_rows(training, engine, world_size)
     memory = memory_bytes(
         config,
@@ -108,6 +113,8 @@ def budget(
         world_size=world_size,
         half=half,
     )
+    if teacher is not None:
+        memory["teacher"] = teacher_bytes(teacher, training, rows * sequence_length, half)
     seconds = None
     if timed is not None and timed.micro_batch is not None and timed.update is not None:
         seconds = timed.micro_batch * training.batch_size / (rows * world_size) + timed.update
@@ -183,6 +190,18 @@ def memory_bytes(
     }
 
 
+def teacher_bytes(teacher: KeyshiftConfig, training: Training, tokens: int, half: bool) -> int:
+    """Bytes of the model that another one is distilled from, which every process holds whole.
+
+    Beside its weights, for ``tokens`` at a time, what its attention gave and how far the other one's is from
+    it (float32), where that counts.
+    """
+    size = 2 if half else FLOAT32
+    outputs = teacher.num_hidden_layers * tokens * teacher.hidden_size * (size + FLOAT32)
+    compared = outputs if training.distil_attention > 0 else 0
+    return count_parameters(teacher).total * size + compared
+
+
 LINES: dict[str, str] = {
     "parameters": "parameters",
     "non_embedding_parameters": "  no embeddings",
@@ -200,6 +219,7 @@ LINES: dict[str, str] = {
     "optimizer_bytes": "  AdamW's moments",
     "copies_bytes": "  copies",
     "activations_bytes": "  activations",
+    "teacher_bytes": "  teacher",
     "cache_bytes_per_token": "bf16 cache, B/tok",
     "step_seconds": "seconds/step",
     "run_seconds": "hours in all",
@@ -222,7 +242,7 @@ def print_budget(budgets: Sequence[dict[str, Any]], console: Console) -> None:
         for each in shown:
             table.add_column(Text(each["variant"]), justify="right", overflow="fold", max_width=11)
         for key, title in LINES.items():
-            cells = [_cell(key, each[key]) for each in shown]
+            cells = [_cell(key, each.get(key)) for each in shown]
             if any(cell != "–" for cell in cells):
                 table.add_row(title, *cells)
         console.print(table)

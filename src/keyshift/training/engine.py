@@ -28,6 +28,7 @@ from keyshift.training.checkpoints import (
     load_weights_,
     newest_checkpoint,
 )
+from keyshift.training.distillation import Distillation
 from keyshift.training.lines import Lines
 from keyshift.training.probe import FILE as PROBES
 from keyshift.training.probe import Probe
@@ -40,7 +41,7 @@ from keyshift.training.processes import (
     wait_for_all,
 )
 from keyshift.training.sources import BatchSource
-from keyshift.training.trainer import KeyshiftTrainer
+from keyshift.training.trainer import KeyshiftTrainer, MicroBatches
 from keyshift.training.watch import Progress, Watch
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -114,7 +115,9 @@ def train(
         clear_leftovers(directory)
     checkpoint = newest_checkpoint(directory) if resume else None
     _prepare(model, source, settings, engine, checkpoint, arguments.device, seed)
-    trainer = KeyshiftTrainer(model, source, settings, engine, arguments, directory, seed)
+    dtype = torch.bfloat16 if uses_bfloat16(engine) else torch.float32
+    distillation = Distillation.of(settings, source.tokenizer_path, arguments.device, dtype)
+    trainer = KeyshiftTrainer(model, source, settings, engine, arguments, directory, seed, distillation)
     watch = Watch(trainer, stop, on_progress)
     trainer.add_callback(watch)
     trainer.remove_callback(PrinterCallback)
@@ -124,6 +127,9 @@ def train(
         trainer.add_callback(Probe(trainer, settings.probe_steps, files[-1]))
     if checkpoint is not None:
         _restore(trainer, checkpoint)
+    elif distillation is not None:
+        first = cast(MicroBatches, trainer.train_dataset)
+        distillation.measure(first[index] for index in range(first.accumulation))
     for file in files:
         file.keep_until(trainer.first_step)
     if checkpoint is not None and _reached(checkpoint, settings):  # its result was lost, not its end
@@ -184,6 +190,8 @@ def _restore(trainer: KeyshiftTrainer, checkpoint: Path) -> None:
         trainer.guard.load_state_dict(own["guard"])
         if own.get("source") is not None:
             cast(Any, trainer.source).load_state_dict(own["source"])
+        if trainer.distillation is not None:
+            trainer.distillation.load_state_dict(own.get("distillation", {}))
 
 
 def _reached(checkpoint: Path, settings: Training) -> bool:

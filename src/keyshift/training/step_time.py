@@ -12,7 +12,8 @@ from keyshift.attention.shift import train_only_shifts_
 from keyshift.configuration import KeyshiftConfig
 from keyshift.recipe import Engine, Training
 from keyshift.training.activations import recompute_activations_
-from keyshift.training.budget import flops_per_token, memory_bytes, micro_batch_rows
+from keyshift.training.budget import flops_per_token, memory_bytes, micro_batch_rows, teacher_bytes
+from keyshift.training.distillation import Distillation
 
 ROUNDS = 3
 """Timed passes after one that warms up; the fastest counts."""
@@ -47,11 +48,15 @@ def time_step(
     sequence_length: int,
     world_size: int,
     half: bool,
+    teacher: KeyshiftConfig | None = None,
 ) -> StepTime:
     """Time one process's share of a step on this machine's GPU, or CPU without one.
 
     Random tokens, a model with fresh weights, nothing compiled. Not timed is what would not fit into the
     memory that is free, or would take longer than `PATIENCE`: the result says so.
+
+    Args:
+        teacher: the model that it is distilled from, if there is one.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = micro_batch_rows(training, engine, world_size)
@@ -67,15 +72,18 @@ def time_step(
             half=half,
         ).values()
     )
+    if teacher is not None:
+        needed += teacher_bytes(teacher, training, rows * sequence_length, half)
     free = _free_bytes(device)
     if needed > free:
         return StepTime(why_not=f"one needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free here")
-    expected = flops_per_token(config, sequence_length) * rows * sequence_length / _rate(device, half)
+    flops = flops_per_token(config, sequence_length, teacher) * rows * sequence_length
+    expected = flops / _rate(device, half)
     if expected > PATIENCE:
         return StepTime(
             why_not=f"{rows} rows would take some {expected / 60:.3g} minutes on this {device.type}"
         )
-    return _timed(config, training, alone, rows, sequence_length, device, half)
+    return _timed(config, training, alone, rows, sequence_length, device, half, teacher)
 
 
 def _timed(
@@ -86,6 +94,7 @@ def _timed(
     sequence_length: int,
     device: torch.device,
     half: bool,
+    teacher: KeyshiftConfig | None,
 ) -> StepTime:
     from keyshift.modeling import KeyshiftForCausalLM
 
@@ -96,12 +105,21 @@ def _timed(
         train_only_shifts_(model)
     if engine.gradient_checkpointing:
         recompute_activations_(model)
+    distillation = None
+    if teacher is not None:
+        with device:
+            taught_by = KeyshiftForCausalLM(teacher).to(torch.bfloat16 if half else torch.float32)
+        distillation = Distillation(taught_by, training)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     cast = torch.autocast(device.type, torch.bfloat16, enabled=half)
 
     def micro_batch() -> None:
+        batch = {"input_ids": ids, "labels": ids}
         with cast:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            if distillation is None:
+                loss = model(**batch, use_cache=False).loss
+            else:
+                loss = distillation.loss(model, model, batch, ids.numel())
         loss.backward()
 
     return StepTime(_fastest(micro_batch, device), _fastest(optimizer.step, device))

@@ -28,6 +28,7 @@ from keyshift.training.checkpoints import (
     publish,
     save_shards,
 )
+from keyshift.training.distillation import Distillation
 from keyshift.training.guard import Guard
 from keyshift.training.lines import Lines
 from keyshift.training.processes import anywhere, is_first, launched, total, wait_for_all
@@ -69,8 +70,11 @@ class KeyshiftTrainer(Trainer):
         arguments: TrainingArguments,
         directory: Path,
         seed: int,
+        distillation: Distillation | None = None,
     ):
         self.source, self.settings, self.engine = source, settings, engine
+        self.distillation = distillation
+        self.step_parts: dict[str, float] = {}
         self.sharded = engine.parallel == "fsdp"
         self.guard = Guard(settings)
         self.metrics = Lines(directory / "metrics.jsonl", writing=is_first())
@@ -123,10 +127,21 @@ class KeyshiftTrainer(Trainer):
         self.sum_of_losses += loss  # each a share of the step's mean, times the number of processes
         return loss
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The cross-entropy that the model gives, unless there is a teacher."""
+        if self.distillation is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = self.distillation.loss(model, self.model, inputs, num_items_in_batch)
+        return loss * launched()  # gradients become means over processes
+
     def _clip_grad_norm(self, model: Any) -> float:
         """Judge the step and clip its gradients; called once they are complete. Returns their true norm."""
         self.step_loss = float(total(self.sum_of_losses)) / launched()
         self.sum_of_losses.zero_()
+        if self.distillation is not None:
+            self.step_parts = self.distillation.parts()
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         step = self.state.global_step + 1
         verdict = self.guard.judge(self.step_loss, parameters, step)
@@ -201,6 +216,8 @@ class KeyshiftTrainer(Trainer):
         state_of = getattr(self.source, "state_dict", None)
         place = None if state_of is None else state_of(self.state.global_step, self.settings.batch_size)
         state = {"guard": self.guard.state_dict(), "source": place, "data": self.source.fingerprint}
+        if self.distillation is not None:
+            state["distillation"] = self.distillation.state_dict()
         (checkpoint / OWN_STATE).write_text(json.dumps(state))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -19,7 +19,7 @@ from keyshift.training.trainer import KeyshiftTrainer
 LOGGING_STEPS = 10
 """How often a step is logged, beside the first: its own loss, so that it does not depend on resumptions."""
 
-SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "skipped")
+SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "skipped", "kl", "attention_error")
 """What of a logged step is shown while training goes on, beside evaluations."""
 
 
@@ -60,7 +60,9 @@ class Watch(TrainerCallback):
         self.since = time.perf_counter()
         if args.device.type == "cuda" and uses_bfloat16(self.trainer.engine):
             self.peak = peak_flops(torch.cuda.get_device_name())
-            self.flops = flops_per_token(self.trainer.model.config, self.trainer.source.sequence_length)
+            length, distillation = self.trainer.source.sequence_length, self.trainer.distillation
+            teacher = None if distillation is None else distillation.teacher.config
+            self.flops = flops_per_token(self.trainer.model.config, length, teacher)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = time.perf_counter()
@@ -90,6 +92,7 @@ class Watch(TrainerCallback):
         tokens = trainer.settings.batch_size * trainer.source.sequence_length
         entry = {
             "loss": trainer.step_loss,
+            **trainer.step_parts,
             "grad_norm": trainer.step_norm,
             "learning_rate": self.rate,
             "tokens_per_second": self.steps * tokens / self.worked,
