@@ -1,6 +1,8 @@
 """vLLM at a fixed memory budget: how many sequences of 4,096 tokens fit, and tokens/s with all of them there.
 
-    python benchmarks/serving.py [--rounds 15] [--budget 160] [--shape paper|kernel]     (make test-serving's environment)
+    .venv-serving/bin/python benchmarks/serving.py [--rounds 15] [--budget 160] [--shape paper]
+
+It runs in the environment that `make test-serving` makes.
 
 What a user would pick instead is GQA in the same engine: vLLM's own Llama, of the same sizes. Beside it this
 project's models through the plugin: GQA, GVA, both with a KV shift, and MLA of GVA's bytes.
@@ -17,6 +19,7 @@ project's models through the plugin: GQA, GVA, both with a KV shift, and MLA of 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,7 +30,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from pairing import arguments, at_least, exactly, finish, interval, say, timed
+from pairing import Times, arguments, at_least, exactly, finish, interval, ratio, say, timed
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
@@ -106,6 +109,23 @@ class Engine:
         return sum(each.value for each in self.vllm.get_metrics() if each.name == f"vllm:{name}")
 
 
+def row(name: str, fits: int, times: Times, base_fits: int) -> dict[str, Any]:
+    """What a model reached: sequences, tokens per second, and that over Llama, with its 95% interval."""
+
+    def over(rounds: Times) -> float:
+        return ratio(rounds[LLAMA], rounds[name]) * fits / base_fits
+
+    speed = fits / statistics.median(times[name])
+    say(f"{name}: {speed:.1f} tokens/s, {over(times):.2f} of {LLAMA}")
+    return {
+        "name": name,
+        "fits": fits,
+        "tokens_per_s": speed,
+        "over": over(times),
+        "interval": interval(over, times),
+    }
+
+
 def main() -> int:
     parser = arguments(__doc__, rounds=15)
     parser.add_argument("--budget", type=float, default=160, help="MiB of cache (default: %(default)s)")
@@ -127,19 +147,17 @@ def main() -> int:
     def step(name: str) -> Callable[[], Any]:
         return engines[name].vllm.llm_engine.step
 
-    times = timed(
-        {name: step(name) for name in engines}, rounds=options.rounds, seed=options.seed, label="steps", warmup=2
-    )
+    steps = {name: step(name) for name in engines}
+    times = timed(steps, rounds=options.rounds, seed=options.seed, label="steps", warmup=2)
     checks, rows = [], []
     for name, engine in engines.items():
-        speeds = [engine.fits / seconds for seconds in times[name]]
-        over = [speed / (engines[LLAMA].fits / base) for speed, base in zip(speeds, times[LLAMA], strict=True)]
-        rows.append({"name": name, "fits": engine.fits, "tokens_per_s": interval(speeds), "over": interval(over)})
-        checks.append(exactly(f"{name}: all there at once", engine.counted("num_requests_running"), engine.fits))
-        checks.append(exactly(f"{name}: none put off", engine.counted("num_preemptions"), 0))
+        rows.append(row(name, engine.fits, times, engines[LLAMA].fits))
+        running, put_off = (engine.counted(what) for what in ("num_requests_running", "num_preemptions"))
+        checks.append(exactly(f"{name}: all there at once", running, engine.fits))
+        checks.append(exactly(f"{name}: none put off", put_off, 0))
     for name in ("GVA", "GVA + shift"):
-        ratio = engines[name].fits / engines[LLAMA].fits
-        checks.append(at_least(f"{name}: sequences over {LLAMA}", ratio, BARS[options.shape]))
+        more = engines[name].fits / engines[LLAMA].fits
+        checks.append(at_least(f"{name}: sequences over {LLAMA}", more, BARS[options.shape]))
     return finish(checks, shape=options.shape, dtype=options.dtype, budget_mib=options.budget, rows=rows)
 
 

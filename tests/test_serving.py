@@ -159,3 +159,15 @@ def test_vllms_own_wrapper_of_transformers_models_is_refused(tmp_path: Path, nam
         engine(path, model_impl="transformers"),
     ):
         pass
+
+
+def test_the_benchmark_runs_and_more_sequences_fit() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "serving.py"
+    command = [sys.executable, script, "--quick", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    fits = {row["name"]: row["fits"] for row in found["rows"]}
+    assert fits["GQA"] == fits["vLLM Llama (GQA)"] == fits["GQA + shift"]
+    assert fits["GVA + shift"] == fits["GVA"] == fits["MLA"] > 1.7 * fits["GQA"]
+    assert all(check["ok"] for check in found["checks"] if "sequences" not in check["name"])

@@ -26,8 +26,8 @@ def share_of(config: KeyshiftConfig, processes: int) -> KeyshiftConfig:
         )
     if processes > 1 and config.stream_norm and config.attention != "mla":
         raise UserError(
-            f"tensor_parallel_size={processes}: stream_norm=True normalises the values of all groups together "
-            "and each process has some; serve it on one, or as many in data parallel"
+            f"tensor_parallel_size={processes}: stream_norm=True is over the values of all groups, and each "
+            "process has some of them; serve it on one, or on many in data parallel"
         )
     fields = config.to_dict() | {
         "num_attention_heads": heads // processes,
