@@ -17,6 +17,7 @@ import torch
 from served import VARIANTS, checkpoint, greedy, prompts
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM, cache_bytes_per_token
+from keyshift.hub import plan_upload
 
 vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -144,7 +145,7 @@ def test_a_weight_too_few_or_too_many_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.key_shift\.weight"), engine(path):
         pass
     weights["model.layers.1.self_attn.key_shift.weight"] = shift
-    weights["model.layers.1.self_attn.other.weight"] = shift
+    weights["model.layers.1.self_attn.other.weight"] = shift.clone()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Exception, match=r"layers\.1\.self_attn\.other"), engine(path):
         pass
@@ -152,13 +153,23 @@ def test_a_weight_too_few_or_too_many_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gva-shift", "gqa"])
 def test_vllms_own_wrapper_of_transformers_models_is_refused(tmp_path: Path, name: str) -> None:
-    """It would hand over keys that were shifted within a chunk, or expanded, and be silently wrong."""
+    """It would hand over keys that were shifted within a chunk, or expanded, and be silently wrong. vLLM takes
+    models of other packages for it only where the checkpoint says where their code is."""
     path = checkpoint(tmp_path, name)
+    options = {"model_impl": "transformers", "trust_remote_code": True}
     with (
+        plan_upload(path, "me/model").staged() as pushed,
         pytest.raises(Exception, match="attn_implementation='vllm'"),
-        engine(path, model_impl="transformers"),
+        engine(pushed, **options),
     ):
         pass
+
+
+def test_a_pushed_checkpoint_is_served_as_it_is(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "gva-shift")
+    texts = prompts(40, 3)
+    with plan_upload(path, "me/model").staged() as pushed, engine(pushed) as started:
+        assert_greedy(path, texts, answers(started, texts))
 
 
 def test_the_benchmark_runs_and_more_sequences_fit() -> None:

@@ -187,13 +187,21 @@ def _turn_(target: Attention, source: Attention, moments: Moments, turns: Tensor
     keys = as_complex(maps[:, 0])
     rotary = torch.einsum("pg,egp->ep", found.read[pairs].conj(), keys[..., pairs])
     keys[..., pairs] -= torch.einsum("ep,pg->egp", rotary, found.give[pairs])
-    _set(target.rope_key, as_real(rotary))
     queries = as_complex(_rows(source.q_proj).unflatten(1, (target.heads, -1)))  # [E + 1, H, P]
     give = found.give[pairs].T.repeat_interleave(target.heads // maps.shape[2], 0)
     grown = (config.qk_head_dim / config.head_dim) ** 0.5  # the scores are divided by the wider head's root
     content, turning = queries * turns, queries[..., pairs] * give.conj()
+    # Of queries and rotary key only the product counts. Training needs them to be of one size.
+    size = (_energy(moments.xx, turning).mean(0) / _energy(moments.xx, rotary)).pow(0.25)
+    rotary, turning = rotary * size, turning / size
+    _set(target.rope_key, as_real(rotary))
     _set(target.q_proj, torch.cat((as_real(content), as_real(turning)), -1).flatten(1) * grown)
     return as_real(keys)
+
+
+def _energy(xx: Tensor, maps: Tensor) -> Tensor:
+    """Mean squares of complex maps of inputs, [E + 1, ...], never 0."""
+    return torch.einsum("e...,ef,f...->...", maps.conj(), xx.to(maps.dtype), maps).real.clamp(min=1e-30)
 
 
 def _costs(source: Attention, moments: Moments, turns: Tensor) -> list[tuple[Tensor, Tensor]]:
