@@ -621,3 +621,12 @@ def test_rope_theta_may_be_spelt_as_transformers_spells_it():
     config = KeyshiftConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert config.rope_theta == 5e5
     assert KeyshiftConfig(**config.to_dict()).rope_theta == 5e5
+
+
+@pytest.mark.parametrize("shift", ["none", "kv"])
+def test_attention_that_would_cache_expanded_keys_is_refused(shift: str) -> None:
+    """vLLM's wrapper of transformers' models sets this name, under which it registers its attention."""
+    model = KeyshiftForCausalLM(case("gva", "decoupled_rope", shift).config())
+    model.config._attn_implementation = "vllm"
+    with pytest.raises(UserError, match=r"attn_implementation='vllm'.*keyshift's plugin serves the model"):
+        model(torch.zeros(1, 3, dtype=torch.long))
