@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CASES, FEW, SIZES, Case, assert_close, build, full, step, tokens
+from tiny import CASES, FEW, SIZES, Case, assert_close, build, case, full, step, tokens
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache

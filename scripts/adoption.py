@@ -1,0 +1,181 @@
+"""What conversion and healing cost and give: `python scripts/adoption.py TEXT STORE OUT [--seeds 1]`.
+
+TEXT is what scripts/corpus.py made (its prose/), STORE what ``keyshift data prepare`` made of it. For every
+seed, in OUT, each step once (called again, it goes on):
+
+- a source: the GQA model of recipes/pretrain/5m.toml, 1,000 steps;
+- converted, at two widths of the rotary key, into GVA and into MLA of the same bytes;
+- each of them healed for 200 steps, and one trained for as long on labels alone;
+- a GVA model of the same bytes from scratch, for 1,200 steps: as many as source and healing together;
+- the source with a KV shift put in, α and β alone trained for 200 steps, then all weights, and without a
+  shift as many.
+
+Then all are measured on the same held-out text, the store's, and docs/results/adopt.json and the table of
+docs/results/adopt.md are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyshift import cache_bytes_per_token
+from keyshift.attention.shift import shift_parameters
+from keyshift.evaluation.text import passages
+from keyshift.opened import Opened, open_checkpoint
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+STEPS, HEALING, LENGTH, BATCH = 1000, 200, 256, 8
+CONVERTED = {
+    "gva16": ("gva", 16),
+    "gva8": ("gva", 8),
+    "mla8": ("mla", 8),
+}
+"""Name of a conversion: the mechanism, the width of the rotary key."""
+PLAIN = ("training.probe_steps=1000000", "training.eval_steps=100")
+BY_LABELS = ("training.distil_logits=0", "training.distil_attention=0", "training.distil_labels=1")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of model, and where the checkpoint of a seed lies."""
+
+    name: str
+    steps: int
+    path: str
+
+
+ROWS = [
+    Row("GQA, the source", STEPS, "source/runs/gqa/seed-{seed}/checkpoint-1000"),
+    Row("GVA from scratch, d_r = 8", STEPS + HEALING, "scratch/runs/gva/seed-{seed}/checkpoint-1200"),
+    *(
+        Row(f"{name[:3].upper()}, d_r = {name[3:]}, {what}", steps, path.format(name=name, seed="{seed}"))
+        for name in CONVERTED
+        for what, steps, path in (
+            ("converted", 0, "converted/{name}-{seed}"),
+            ("healed", HEALING, "healed/{name}-{seed}/runs/healed/seed-{seed}/checkpoint-200"),
+        )
+    ),
+    Row(
+        "GVA, d_r = 8, on labels alone", HEALING, "labels/gva8-{seed}/runs/healed/seed-{seed}/checkpoint-200"
+    ),
+    Row("GQA, trained on", HEALING, "on/plain-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
+    Row("GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/and-alone/seed-{seed}/checkpoint-200"),
+    Row("GQA + shift, all weights", HEALING, "on/shift-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
+]
+
+
+def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Path, list[str]]]:
+    """What makes each checkpoint of a seed, and where it appears."""
+    source = out / ROWS[0].path.format(seed=seed)
+    yield source, train("pretrain/5m", store, out / "source", seed, "GQA", STEPS)
+    for name, (mechanism, width) in CONVERTED.items():
+        made = out / f"converted/{name}-{seed}"
+        fit = ["--attention", mechanism, "--text", str(text), "--rope-width", str(width)]
+        yield made, ["convert", str(source), str(made), *fit]
+        begun = (f"training.start_from={made}", f"training.distil_from={source}", f"data.tokenizer={made}")
+        for kind, more in (("healed", ()), ("labels", BY_LABELS)):
+            if kind == "healed" or name == "gva8":
+                folder = out / kind / f"{name}-{seed}"
+                done = folder / f"runs/healed/seed-{seed}/checkpoint-{HEALING}"
+                yield done, train("heal", store, folder, seed, "healed", HEALING, *begun, *more)
+    yield from adopted(store, out, seed, source)
+    scratch = out / ROWS[1].path.format(seed=seed)
+    yield scratch, train("pretrain/5m", store, out / "scratch", seed, "GVA", STEPS + HEALING)
+
+
+def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The source trained on, with a shift and without."""
+    shifted = out / f"converted/shift-{seed}"
+    yield shifted, ["convert", str(source), str(shifted), "--shift", "kv"]
+    for kind, start, variants in (
+        ("plain", source, ("all weights",)),
+        ("shift", shifted, ("α and β alone", "all weights")),
+    ):
+        begun = (f"training.start_from={start}", f"data.tokenizer={start}")
+        folder = out / f"on/{kind}-{seed}"
+        for variant in variants:
+            slug = "and-alone" if "alone" in variant else "all-weights"
+            done = folder / f"runs/{slug}/seed-{seed}/checkpoint-{HEALING}"
+            yield done, train("adopt", store, folder, seed, variant, HEALING, *begun)
+
+
+def train(recipe: str, store: Path, out: Path, seed: int, variant: str, steps: int, *more: str) -> list[str]:
+    given = ["train", recipe, str(store), "--out", str(out), "--seed", str(seed), "--variant", variant]
+    length = f"training.steps={steps}", f"data.sequence_length={LENGTH}", f"training.save_steps={HEALING}"
+    rows = f"training.batch_size={BATCH}", f"engine.micro_batch_size={BATCH}"
+    return [*given, "--resume", "auto", *length, *rows, *PLAIN, *more]
+
+
+@torch.inference_mode()
+def loss(opened: Opened, rows: torch.Tensor) -> float:
+    """Nats per token over rows of held-out text."""
+    found = [float(opened.model(each, labels=each, use_cache=False).loss) for each in rows.split(1)]
+    return statistics.fmean(found)
+
+
+def measure(store: Path, out: Path, seeds: list[int]) -> list[dict[str, Any]]:
+    """Losses on all pieces of held-out documents, bytes, and how far α and β went."""
+    table = []
+    for row in ROWS:
+        losses, moved, bytes_ = [], [], 0
+        for seed in seeds:
+            opened = open_checkpoint(str(out / row.path.format(seed=seed)), "cpu", "float32")
+            rows = passages(opened, store, LENGTH, sys.maxsize)
+            losses.append(loss(opened, rows))
+            bytes_ = cache_bytes_per_token(opened.model.config, torch.bfloat16)
+            shifts = [weight - torch.tensor([1.0, 0.0]) for weight in shift_parameters(opened.model)]
+            moved += [float(weight.abs().max()) for weight in shifts]
+        table.append({"name": row.name, "steps": row.steps, "losses": losses, "bytes": bytes_})
+        if moved:
+            table[-1]["shift_moved"] = max(moved)
+        print(f"{row.name}: {losses}", file=sys.stderr)
+    return table
+
+
+def rendered(table: list[dict[str, Any]]) -> str:
+    base = table[0]["losses"]
+    lines = [
+        "| model | steps of its own | cache, bytes/token | loss, nats | perplexity | over the source, nats |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in table:
+        mean = statistics.fmean(row["losses"])
+        apart = [own - source for own, source in zip(row["losses"], base, strict=True)]
+        spread = f" ({min(apart):+.3f} … {max(apart):+.3f})" if len(apart) > 1 else ""
+        lines.append(
+            f"| {row['name']} | {row['steps']:,} | {row['bytes']:,} | {mean:.3f} | {math.exp(mean):.1f} "
+            f"| {statistics.fmean(apart):+.3f}{spread} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("text", "store", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    for seed in range(options.seeds):
+        for made, command in commands(options.text, options.store, options.out, seed):
+            if not made.exists():
+                subprocess.run([sys.executable, "-m", "keyshift.cli", *command], check=True)
+    table = measure(options.store, options.out, list(range(options.seeds)))
+    (RESULTS / "adopt.json").write_text(json.dumps(table, indent=1) + "\n")
+    print(rendered(table))
+
+
+if __name__ == "__main__":
+    main()
