@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from keyshift import cache_bytes_per_token
 from keyshift.attention.shift import shift_parameters
 from keyshift.evaluation.text import passages
 from keyshift.opened import Opened, open_checkpoint
+from keyshift.runs import slug
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 STEPS, HEALING, LENGTH, BATCH = 1000, 200, 256, 8
@@ -70,7 +72,9 @@ ROWS = [
         "GVA, d_r = 8, on labels alone", HEALING, "labels/gva8-{seed}/runs/healed/seed-{seed}/checkpoint-200"
     ),
     Row("GQA, trained on", HEALING, "on/plain-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
-    Row("GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/and-alone/seed-{seed}/checkpoint-200"),
+    Row(
+        "GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/α-and-β-alone/seed-{seed}/checkpoint-200"
+    ),
     Row("GQA + shift, all weights", HEALING, "on/shift-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
 ]
 
@@ -105,8 +109,7 @@ def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[P
         begun = (f"training.start_from={start}", f"data.tokenizer={start}")
         folder = out / f"on/{kind}-{seed}"
         for variant in variants:
-            slug = "and-alone" if "alone" in variant else "all-weights"
-            done = folder / f"runs/{slug}/seed-{seed}/checkpoint-{HEALING}"
+            done = folder / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
             yield done, train("adopt", store, folder, seed, variant, HEALING, *begun)
 
 
@@ -139,7 +142,7 @@ def measure(store: Path, out: Path, seeds: list[int]) -> list[dict[str, Any]]:
         table.append({"name": row.name, "steps": row.steps, "losses": losses, "bytes": bytes_})
         if moved:
             table[-1]["shift_moved"] = max(moved)
-        print(f"{row.name}: {losses}", file=sys.stderr)
+        Console(stderr=True).print(f"{row.name}: {losses}")
     return table
 
 
@@ -174,7 +177,7 @@ def main() -> None:
                 subprocess.run([sys.executable, "-m", "keyshift.cli", *command], check=True)
     table = measure(options.store, options.out, list(range(options.seeds)))
     (RESULTS / "adopt.json").write_text(json.dumps(table, indent=1) + "\n")
-    print(rendered(table))
+    sys.stdout.write(rendered(table) + "\n")
 
 
 if __name__ == "__main__":
