@@ -66,7 +66,7 @@ class KeyshiftConfig(PreTrainedConfig):
         scaled_rope: RoPE of longer contexts, as transformers' ``rope_parameters`` has it: ``rope_type``
             (``linear``, ``llama3`` or ``yarn``) and its numbers. None is ordinary RoPE.
         rope_pairs: which of the pairs of ``head_dim`` channels decoupled RoPE turns as (0 is the fastest); a
-            pair may be there twice. None: those of a head of its own width. A converted model's.
+            pair may be there again. None: those of a head of its own width. A converted model's.
         query_norm, key_norm: RMSNorm on each query head, on each key head (of projected keys only).
         stream_norm: RMSNorm over all that a token caches for its content, before it is cached: the groups'
             values together, MLA's latent. For reconstructed keys only. Default: with ``mla``.

@@ -1,7 +1,7 @@
 """GQA into GVA or MLA: what a smaller cache has to hold, found by least squares on calibration text.
 
-Keys turn with RoPE, so no fixed map gives them from a stream that stands still. Of every pair of channels one
-complex combination of the groups' keys, the one with most energy, can go into the one rotary key that all
+Keys turn with RoPE, so no fixed map gives them from a stream that stands still. Of every pair of channels
+complex combinations of the groups' keys, those with most energy, can go into the one rotary key that all
 heads share. What remains stands still, and the query is turned by what RoPE would do on average over
 distances. Content keys and values then get the stream that predicts both best, those of a group one of its
 own (GVA), those of all groups a common one (MLA): reduced-rank regression, errors of keys weighed by the
@@ -126,12 +126,13 @@ def as_real(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """The combination of the groups' keys with most energy, of every pair of one layer.
+    """Combinations of the groups' keys, of every pair of one layer as many as groups, most energy first.
 
     Attributes:
-        read: complex [P, G]; the rotary key is the sum over groups of conj(read) times the key.
-        give: complex [P, G]; what that key stands for in a group: the key there is about give times it.
-        energy: of the scores that go through it, [P].
+        read: complex [P, G, G]; a rotary key is the sum over groups, the last, of conj(read) times the key.
+        give: complex [P, G, G]; what that key stands for in a group: the key there is the sum of give times
+            it over the combinations, the middle ones.
+        energy: of the scores that go through it, [P, G].
     """
 
     read: Tensor
@@ -146,14 +147,15 @@ def directions(moments: Moments, maps: Tensor) -> Directions:
     per_group = moments.qq.unflatten(0, (maps.shape[2], -1)).sum(1).diagonal(dim1=1, dim2=2)
     weight = sum(per_group.chunk(2, -1)).sqrt().T.clamp(min=1e-12).to(keys.dtype)  # [P, G]
     energies, vectors = torch.linalg.eigh(weight[:, :, None] * outer * weight[:, None, :])
-    top = vectors[..., -1]
-    return Directions(top * weight, top / weight, energies[:, -1])
+    ordered = vectors.flip(-1).mT
+    return Directions(ordered * weight[:, None], ordered / weight[:, None], energies.flip(-1))
 
 
 def choose_pairs(layers: Sequence[Directions], turns: Tensor, count: int) -> list[int]:
-    """The pairs that lose most without rotation, the same in all layers."""
-    lost = sum(layer.energy / layer.energy.sum() for layer in layers) * (1 - turns.abs() ** 2)
-    return sorted(lost.topk(count).indices.tolist())
+    """The pairs that lose most without rotation, the same in all layers; one is there once for each of its
+    combinations that are taken."""
+    lost = sum(layer.energy / layer.energy.sum() for layer in layers) * (1 - turns.abs() ** 2)[:, None]
+    return sorted((lost.flatten().topk(count).indices // lost.shape[1]).tolist())
 
 
 @torch.no_grad()
@@ -183,12 +185,14 @@ def _turn_(target: Attention, source: Attention, moments: Moments, turns: Tensor
     """Set the queries and the rotary key; the map to what remains of the keys, [E + 1, G, D]."""
     config = target.config
     pairs = list(config.rope_pairs or ())
+    numbers = [pairs[:at].count(pair) for at, pair in enumerate(pairs)]
     found = directions(moments, maps)
+    read, give = found.read[pairs, numbers], found.give[pairs, numbers]
     keys = as_complex(maps[:, 0])
-    rotary = torch.einsum("pg,egp->ep", found.read[pairs].conj(), keys[..., pairs])
-    keys[..., pairs] -= torch.einsum("ep,pg->egp", rotary, found.give[pairs])
+    rotary = torch.einsum("pg,egp->ep", read.conj(), keys[..., pairs])
+    keys = keys.index_add(2, torch.tensor(pairs), -torch.einsum("ep,pg->egp", rotary, give))
     queries = as_complex(_rows(source.q_proj).unflatten(1, (target.heads, -1)))  # [E + 1, H, P]
-    give = found.give[pairs].T.repeat_interleave(target.heads // maps.shape[2], 0)
+    give = give.T.repeat_interleave(target.heads // maps.shape[2], 0)
     grown = (config.qk_head_dim / config.head_dim) ** 0.5  # the scores are divided by the wider head's root
     content, turning = queries * turns, queries[..., pairs] * give.conj()
     # Of queries and rotary key only the product counts. Training needs them to be of one size.

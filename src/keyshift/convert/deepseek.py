@@ -155,8 +155,7 @@ def _theta_of_pairs(config: KeyshiftConfig) -> float:
     ):
         raise UserError(
             f"rope_pairs={config.rope_pairs} has no place in a {NAME} model: no ordinary RoPE of "
-            f"{width} channels turns as these pairs do; convert with --rope-width {config.head_dim}, which "
-            "takes them all"
+            f"{width} channels turns as these pairs do; train one without rope_pairs"
         )
     return theta
 

@@ -72,7 +72,7 @@ def target_of(
     """The configuration of the GVA or MLA model of the same sizes, its rotary pairs still to be chosen.
 
     Args:
-        rope_width: d_r; None is half of a head, which keeps all pairs of one group.
+        rope_width: d_r, up to G d_h, which holds all keys; None is half of a head.
         attention: ``gva`` or ``mla``.
         latent_width: d_c of ``mla``; None is G d_h, which caches as much as ``gva``.
 
@@ -90,9 +90,11 @@ def target_of(
             "models that have them (Qwen3) cannot be converted"
         )
     width = config.head_dim // 2 if rope_width is None else rope_width
-    if width % 2 or not 0 < width <= config.head_dim:
-        raise UserError(f"--rope-width={width} must be even, above 0 and at most head_dim={config.head_dim}")
     content = config.num_key_value_heads * config.head_dim
+    if width % 2 or not 0 < width <= content:
+        raise UserError(
+            f"--rope-width={width} must be even, above 0 and at most {content}, the width of all groups' keys"
+        )
     latent = content if latent_width is None else latent_width
     if not 0 < latent <= 2 * content:
         raise UserError(
@@ -106,7 +108,7 @@ def target_of(
         "position": "decoupled_rope",
         "rope_allocation": "additive",
         "qk_rope_head_dim": width,
-        "rope_pairs": list(range(width // 2)),
+        "rope_pairs": [number % (config.head_dim // 2) for number in range(width // 2)],
         "shift": shift,
         "shift_init": "identity",
         "shift_heads": None,
