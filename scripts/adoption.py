@@ -39,11 +39,11 @@ from keyshift.runs import slug
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 STEPS, HEALING, LENGTH, BATCH = 1000, 200, 256, 8
 CONVERTED = {
-    "gva16": ("gva", 16),
-    "gva8": ("gva", 8),
-    "mla8": ("mla", 8),
+    "gva16": ("--attention", "gva", "--rope-width", "16"),
+    "gva8": ("--attention", "gva", "--rope-width", "8"),
+    "mla40": ("--attention", "mla", "--rope-width", "40", "--latent-width", "32"),
 }
-"""Name of a conversion: the mechanism, the width of the rotary key."""
+"""Name of a conversion: the mechanism and the width of its rotary key; what it is made with."""
 PLAIN = ("training.probe_steps=1000000", "training.eval_steps=100")
 BY_LABELS = ("training.distil_logits=0", "training.distil_attention=0", "training.distil_labels=1")
 
@@ -83,10 +83,9 @@ def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Pa
     """What makes each checkpoint of a seed, and where it appears."""
     source = out / ROWS[0].path.format(seed=seed)
     yield source, train("pretrain/5m", store, out / "source", seed, "GQA", STEPS)
-    for name, (mechanism, width) in CONVERTED.items():
+    for name, how in CONVERTED.items():
         made = out / f"converted/{name}-{seed}"
-        fit = ["--attention", mechanism, "--text", str(text), "--rope-width", str(width)]
-        yield made, ["convert", str(source), str(made), *fit]
+        yield made, ["convert", str(source), str(made), *how, "--text", str(text)]
         begun = (f"training.start_from={made}", f"training.distil_from={source}", f"data.tokenizer={made}")
         for kind, more in (("healed", ()), ("labels", BY_LABELS)):
             if kind == "healed" or name == "gva8":
