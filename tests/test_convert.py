@@ -134,7 +134,8 @@ def test_shards_stay_shards_and_half_precision_stays_as_it_is(tmp_path: Path) ->
 
 def test_what_belongs_to_a_checkpoint_goes_along_but_no_code(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "theirs")
-    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "modeling_llama.py", "optimizer.bin"):
+    left = ("modeling_llama.py", "optimizer.bin", "trainer_state.json", "keyshift_state.json")
+    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", *left):
         (tmp_path / "theirs" / name).write_text("{}")
     convert(plan(str(tmp_path / "theirs")), tmp_path / "ours")
     found = {path.name for path in (tmp_path / "ours").iterdir()}

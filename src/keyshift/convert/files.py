@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from keyshift.checkpoint import pickled_reason, pickled_weights
+from keyshift.checkpoint import TRAINING_STATE, pickled_reason, pickled_weights
 from keyshift.errors import RunError, UserError, first_line
 
 WEIGHTS = "model.safetensors"
@@ -173,10 +173,11 @@ def tensors_of(weights: Weights, made: Mapping[str, Made]) -> dict[str, Tensor]:
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, generation settings and licence; not the configuration."""
+    """Tokenizer, generation settings and licence; not the configuration, nor where a training stood."""
+    left = {"config.json", INDEX} | {path.name for each in TRAINING_STATE for path in source.glob(each)}
     for pattern in NOT_WEIGHTS:
         for path in sorted(source.glob(pattern)):
-            if path.is_file() and path.name not in ("config.json", INDEX):
+            if path.is_file() and path.name not in left:
                 shutil.copyfile(path, target / path.name)
 
 
