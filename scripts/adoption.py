@@ -6,7 +6,7 @@ seed, in OUT, each step once (called again, it goes on):
 - a source: the GQA model of recipes/pretrain/5m.toml, 1,000 steps;
 - converted, at two widths of the rotary key, into GVA and into MLA of the same bytes;
 - each of them healed for 200 steps, and one trained for as long on labels alone;
-- a GVA model of the same bytes from scratch, for 1,200 steps: as many as source and healing together;
+- GVA models of the same bytes from scratch: for as many steps as healing, as the source, as both together;
 - the source with a KV shift put in, α and β alone trained for 200 steps, then all weights, and without a
   shift as many.
 
@@ -59,7 +59,10 @@ class Row:
 
 ROWS = [
     Row("GQA, the source", STEPS, "source/runs/gqa/seed-{seed}/checkpoint-1000"),
-    Row("GVA from scratch, d_r = 8", STEPS + HEALING, "scratch/runs/gva/seed-{seed}/checkpoint-1200"),
+    *(
+        Row("GVA from scratch, d_r = 8", steps, f"scratch-{steps}/runs/gva/seed-{{seed}}/checkpoint-{steps}")
+        for steps in (HEALING, STEPS, STEPS + HEALING)
+    ),
     *(
         Row(f"{name[:3].upper()}, d_r = {name[3:]}, {what}", steps, path.format(name=name, seed="{seed}"))
         for name in CONVERTED
@@ -93,8 +96,12 @@ def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Pa
                 done = folder / f"runs/healed/seed-{seed}/checkpoint-{HEALING}"
                 yield done, train("heal", store, folder, seed, "healed", HEALING, *begun, *more)
     yield from adopted(store, out, seed, source)
-    scratch = out / ROWS[1].path.format(seed=seed)
-    yield scratch, train("pretrain/5m", store, out / "scratch", seed, "GVA", STEPS + HEALING)
+    for row in ROWS[1:4]:
+        scratch = out / f"scratch-{row.steps}"
+        yield (
+            out / row.path.format(seed=seed),
+            train("pretrain/5m", store, scratch, seed, "GVA", row.steps),
+        )
 
 
 def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[Path, list[str]]]:
