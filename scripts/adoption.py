@@ -74,7 +74,7 @@ ROWS = [
     Row(
         "GVA, d_r = 8, on labels alone", HEALING, "labels/gva8-{seed}/runs/healed/seed-{seed}/checkpoint-200"
     ),
-    Row("GQA, trained on", HEALING, "on/plain-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
+    Row("GQA, trained on", HEALING, "on/plain-{seed}/runs/healed/seed-{seed}/checkpoint-200"),
     Row(
         "GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/α-and-β-alone/seed-{seed}/checkpoint-200"
     ),
@@ -106,17 +106,17 @@ def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Pa
 
 def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[Path, list[str]]]:
     """The source trained on, with a shift and without."""
+    plain = out / f"on/plain-{seed}"
+    begun = (f"training.start_from={source}", f"training.distil_from={source}", f"data.tokenizer={source}")
+    done = plain / f"runs/healed/seed-{seed}/checkpoint-{HEALING}"
+    yield done, train("heal", store, plain, seed, "healed", HEALING, *begun, *BY_LABELS)
     shifted = out / f"converted/shift-{seed}"
     yield shifted, ["convert", str(source), str(shifted), "--shift", "kv"]
-    for kind, start, variants in (
-        ("plain", source, ("all weights",)),
-        ("shift", shifted, ("α and β alone", "all weights")),
-    ):
-        begun = (f"training.start_from={start}", f"data.tokenizer={start}")
-        folder = out / f"on/{kind}-{seed}"
-        for variant in variants:
-            done = folder / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
-            yield done, train("adopt", store, folder, seed, variant, HEALING, *begun)
+    folder = out / f"on/shift-{seed}"
+    given = (f"training.start_from={shifted}", f"data.tokenizer={shifted}", "training.learning_rate=3e-4")
+    for variant in ("α and β alone", "all weights"):
+        done = folder / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
+        yield done, train("adopt", store, folder, seed, variant, HEALING, *given)
 
 
 def train(recipe: str, store: Path, out: Path, seed: int, variant: str, steps: int, *more: str) -> list[str]:
