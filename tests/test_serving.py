@@ -17,6 +17,7 @@ import torch
 from served import VARIANTS, checkpoint, greedy, prompts
 
 from keyshift import KeyshiftConfig, KeyshiftForCausalLM, cache_bytes_per_token
+from keyshift.errors import UserError
 from keyshift.hub import plan_upload
 
 vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
@@ -124,6 +125,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rebuilt": ({"attention": "gva", "position": "rope"}, {}, "serve a model with position='decoupled_rope'"),
     "act": ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
     "cache": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+    "connector": (
+        {},
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "kv_connector='ExampleConnector'",
+    ),
 }
 
 
@@ -148,6 +154,21 @@ def test_a_weight_too_few_or_too_many_is_named(tmp_path: Path) -> None:
     weights["model.layers.1.self_attn.other.weight"] = shift.clone()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Exception, match=r"layers\.1\.self_attn\.other"), engine(path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_key_value_heads", 1), ("num_key_value_heads", 4), ("num_attention_heads", 2), ("shift_window", 2)],
+)
+def test_weights_of_another_shape_are_named_and_not_cut(tmp_path: Path, field: str, value: int) -> None:
+    path = checkpoint(tmp_path, "gva-shift")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, field: value}))
+    with (
+        pytest.raises(UserError, match=r"the checkpoint's \w+.* is \(.*its config.json asks for"),
+        engine(path),
+    ):
         pass
 
 

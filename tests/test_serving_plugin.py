@@ -71,3 +71,18 @@ def test_another_version_is_named_and_leaves_vllm_alone(
     assert "\n" not in record.getMessage()
     assert f"vLLM {number}" in record.getMessage()
     assert ">=0.32" in record.getMessage()
+
+
+def test_whatever_fails_leaves_vllm_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM would stop on any exception, whichever model it was to serve."""
+    if not there():
+        pretend(tmp_path, "0.32.0")
+        monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "keyshift.configuration", None)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "keyshift checkpoints cannot be served"
+    ]

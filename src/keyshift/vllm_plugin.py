@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-from keyshift.errors import RunError
+from keyshift.errors import RunError, first_line
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """The versions of vLLM whose internals this was written for and tested with; pyproject.toml repeats it."""
@@ -45,14 +45,13 @@ def check() -> None:
 
 
 def register() -> None:
-    """Make the model known to vLLM; with an unsupported version say so and leave the others' models alone."""
+    """Make the model known to vLLM; where that fails, say so and leave other models alone."""
     try:
         check()
-    except RunError as error:
-        logger.warning("keyshift checkpoints cannot be served: %s", error)
-        return
-    from vllm import ModelRegistry
+        from vllm import ModelRegistry
 
-    import keyshift.configuration  # noqa: F401  registers the config with transformers
+        import keyshift.configuration  # noqa: F401  registers the config with transformers
 
-    ModelRegistry.register_model("KeyshiftForCausalLM", "keyshift.serving.model:KeyshiftForCausalLM")
+        ModelRegistry.register_model("KeyshiftForCausalLM", "keyshift.serving.model:KeyshiftForCausalLM")
+    except Exception as error:  # vLLM would stop on any, whichever model it was to serve
+        logger.warning("keyshift checkpoints cannot be served: %s", first_line(error))

@@ -34,17 +34,18 @@ from keyshift.attention.rotary import alibi_slopes
 from keyshift.cache import cache_widths
 from keyshift.serving.pages import PagedCache, StreamBackend
 from keyshift.serving.refusals import check_servable
-from keyshift.serving.shares import share_of, take_shares_
+from keyshift.serving.shares import share_of, take_shares_, whole_shapes
 
 
 class PagedAttention(Attention, AttentionLayerBase):
     """One layer's attention, of this process's heads, over vLLM's pages."""
 
     def __init__(self, vllm_config: VllmConfig, layer_idx: int, name: str):
-        processes = get_tensor_model_parallel_world_size()
-        share = share_of(vllm_config.model_config.hf_config, processes)
+        processes, config = get_tensor_model_parallel_world_size(), vllm_config.model_config.hf_config
+        share = share_of(config, processes)
         super().__init__(share, layer_idx)
-        take_shares_(self, get_tensor_model_parallel_rank(), processes)
+        shapes = whole_shapes(lambda: Attention(config, layer_idx))
+        take_shares_(self, shapes, get_tensor_model_parallel_rank(), processes)
         widths = cache_widths(share)
         first, second = (widths.values, widths.rotary)
         if self.source.projects_keys:

@@ -26,6 +26,18 @@ def check_servable(vllm_config: VllmConfig) -> None:
             f"kv_cache_dtype={cache_dtype!r} is not supported for keyshift models, whose pages are read "
             "in the model's dtype; use 'auto'"
         )
+    parallel = vllm_config.parallel_config
+    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, size) > 1:
+            raise UserError(
+                f"{size}={getattr(parallel, size)} is not supported for keyshift models: a sequence's pages "
+                "lie with one process; use tensor_parallel_size"
+            )
+    if vllm_config.kv_transfer_config is not None:
+        raise UserError(
+            f"kv_connector={vllm_config.kv_transfer_config.kv_connector!r} is not supported for keyshift "
+            "models: their layers do not hand pages over; leave --kv-transfer-config out"
+        )
 
 
 def _check_model(config: KeyshiftConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -36,27 +37,44 @@ def share_of(config: KeyshiftConfig, processes: int) -> KeyshiftConfig:
     return KeyshiftConfig(**fields)
 
 
-def take_shares_(attention: nn.Module, rank: int, processes: int) -> None:
-    """Let vLLM's loader copy this process's slice of every weight of its part of an attention layer."""
+def take_shares_(attention: nn.Module, shapes: Mapping[str, torch.Size], rank: int, processes: int) -> None:
+    """Let vLLM's loader copy this process's slice of every weight of its part of an attention layer.
+
+    Args:
+        shapes: of the whole layer's weights, see `whole_shapes`. The loader refuses others by `UserError`.
+    """
     for name, parameter in attention.named_parameters():
         # All processes' outputs are added up, and the bias must be in there once.
         lent = name == "o_proj.bias" and rank > 0
-        loader = _zero_ if lent else partial(_copy_share_, rank=rank, processes=processes)
-        set_weight_attrs(parameter, {"weight_loader": loader})
+        share = partial(_take_, name=name, shape=shapes[name], lent=lent, rank=rank, processes=processes)
+        set_weight_attrs(parameter, {"weight_loader": share})
+
+
+def whole_shapes(layer: Callable[[], nn.Module]) -> dict[str, torch.Size]:
+    """The shapes of a layer's weights, without memory for them."""
+    with torch.device("meta"):
+        return {name: weight.shape for name, weight in layer().named_parameters()}
 
 
 @torch.no_grad()
-def _copy_share_(into: nn.Parameter, whole: Tensor, rank: int, processes: int) -> None:
+def _take_(
+    into: nn.Parameter,
+    whole: Tensor,
+    *,
+    name: str,
+    shape: torch.Size,
+    lent: bool,
+    rank: int,
+    processes: int,
+) -> None:
     """Of the one size that is smaller here than there, the slice that is this process's; fewer slices than
     processes are each held by several."""
-    share = whole
-    for axis, (size, all_of_it) in enumerate(zip(into.shape, whole.shape, strict=True)):
-        if size != all_of_it:
-            slices = all_of_it // size
-            share = share.narrow(axis, rank * slices // processes * size, size)
-    into.copy_(share)
-
-
-@torch.no_grad()
-def _zero_(into: nn.Parameter, whole: Tensor) -> None:
-    into.zero_()
+    if whole.shape != shape:
+        raise UserError(
+            f"the checkpoint's {name} is {tuple(whole.shape)} and its config.json asks for {tuple(shape)}; "
+            "serve it with the config.json that it was saved with"
+        )
+    for axis, size in enumerate(into.shape):
+        slices = shape[axis] // size
+        whole = whole.narrow(axis, rank * slices // processes * size, size)
+    into.copy_(torch.zeros_like(whole) if lent else whole)
