@@ -113,10 +113,10 @@ def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[P
     shifted = out / f"converted/shift-{seed}"
     yield shifted, ["convert", str(source), str(shifted), "--shift", "kv"]
     folder = out / f"on/shift-{seed}"
-    given = (f"training.start_from={shifted}", f"data.tokenizer={shifted}", "training.learning_rate=3e-4")
-    for variant in ("α and β alone", "all weights"):
+    given = (f"training.start_from={shifted}", f"data.tokenizer={shifted}")
+    for variant, rate in (("α and β alone", ()), ("all weights", ("training.learning_rate=3e-4",))):
         done = folder / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
-        yield done, train("adopt", store, folder, seed, variant, HEALING, *given)
+        yield done, train("adopt", store, folder, seed, variant, HEALING, *given, *rate)
 
 
 def train(recipe: str, store: Path, out: Path, seed: int, variant: str, steps: int, *more: str) -> list[str]:
