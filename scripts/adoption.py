@@ -78,7 +78,7 @@ ROWS = [
     Row(
         "GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/α-and-β-alone/seed-{seed}/checkpoint-200"
     ),
-    Row("GQA + shift, all weights", HEALING, "on/shift-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
+    Row("GQA + shift, all weights", HEALING, "on/all-{seed}/runs/all-weights/seed-{seed}/checkpoint-200"),
 ]
 
 
@@ -112,11 +112,12 @@ def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[P
     yield done, train("heal", store, plain, seed, "healed", HEALING, *begun, *BY_LABELS)
     shifted = out / f"converted/shift-{seed}"
     yield shifted, ["convert", str(source), str(shifted), "--shift", "kv"]
-    folder = out / f"on/shift-{seed}"
     given = (f"training.start_from={shifted}", f"data.tokenizer={shifted}")
-    for variant, rate in (("α and β alone", ()), ("all weights", ("training.learning_rate=3e-4",))):
-        done = folder / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
-        yield done, train("adopt", store, folder, seed, variant, HEALING, *given, *rate)
+    rates = ("training.learning_rate=3e-4", 'variants."α and β alone".training.learning_rate=1e-3')
+    for folder, variant, more in (("shift", "α and β alone", ()), ("all", "all weights", rates)):
+        root = out / f"on/{folder}-{seed}"
+        done = root / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
+        yield done, train("adopt", store, root, seed, variant, HEALING, *given, *more)
 
 
 def train(recipe: str, store: Path, out: Path, seed: int, variant: str, steps: int, *more: str) -> list[str]:

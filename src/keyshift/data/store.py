@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,8 @@ def prepare(
     directory = Path(os.path.abspath(directory))
     settings = [tokenizer or vocab_size, validation_fraction, end_token, shard_bytes]
     fingerprint = _fingerprint(source, tokenizer, settings)
-    if not _reusable(directory, fingerprint):
+    fresh = not _reusable(directory, fingerprint)
+    if fresh:
         if keep and directory.exists():
             raise UserError(
                 f"directory {str(directory)!r} was made from other text or with other settings (its files' "
@@ -199,7 +201,10 @@ def prepare(
             raise UserError(
                 f"directory {str(directory)!r}: cannot be written ({reason}); choose another"
             ) from error
-    _check_sizes(_read_meta(directory), batch_size, sequence_length, validation_fraction)
+    meta = _read_meta(directory)
+    if fresh and not all(side["tokens"] for side in meta["sides"].values()):
+        shutil.rmtree(directory)  # of no use to anybody, and in the way of the next try
+    _check_sizes(meta, batch_size, sequence_length, validation_fraction)
     return TextData.open(directory)
 
 
@@ -269,6 +274,12 @@ def _check_sizes(
 ) -> None:
     needed = batch_size * sequence_length
     sides = meta["sides"]
+    if empty := [side for side, counts in sides.items() if not counts["tokens"]]:
+        count = sum(counts["documents"] for counts in sides.values())
+        raise UserError(
+            f"validation_fraction is {validation_fraction}, and of {count} documents it leaves none for "
+            f"{' and '.join(empty)}; {'lower' if 'train' in empty else 'raise'} it, or pass more text"
+        )
     if short := [side for side, counts in sides.items() if counts["tokens"] < needed]:
         sizes = " and ".join(
             f"{side} holds {counts['tokens']} tokens in {counts['documents']} documents"
