@@ -586,12 +586,12 @@ def attend_between_fences(
 def test_touches_nothing_beyond_what_is_used() -> None:
     """In a process of its own, since the alternative is its end."""
     cases = itertools.product(
-        KERNELS, DTYPES, (None, torch.int8, torch.uint8), (2, 30, 32, 38), (1, 4), (False, True)
+        KERNELS, DTYPES, (None, torch.int8, torch.uint8), (30, 32), ((1, False), (4, False), (4, True))
     )
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         for case in cases:
             try:
-                process.submit(attend_between_fences, *case).result()
+                process.submit(attend_between_fences, *case[:-1], *case[-1]).result()
             except BrokenProcessPool:
                 pytest.fail(f"crashed: {case}")
 

@@ -6,7 +6,7 @@
 // lie side by side in the cache, so tasks read memory in order. A task walks its range in blocks of tokens that
 // fit the first-level cache, group by group, and keeps a running maximum, sum and output per row (a query of one
 // head). The tasks depend on shapes and lengths only, so the result does not depend on the number of threads.
-// Pages are read in place too: a block is a list of where its tokens lie.
+// Pages are read in place too, where whole tiles of tokens lie in one: a block over several is a list of places.
 //
 // Products are of floats, or of pairs of bfloat16 with float sums where the processor has them (AVX512_BF16) and
 // queries and streams can be held so exactly.
@@ -64,7 +64,7 @@ class Task {
     float *out, *maxima, *sums;
     // Scratch. Tokens start at e0 in keys, values and early, at j0 in the others.
     E *query, *rope_query, *key_rows, *value_rows, *rope_rows, *narrow, *narrow_early;
-    const E **key_heads, **value_heads, **rope_heads;
+    int64_t *key_places, *value_places, *rope_places;
     float *flowed, *early, *weights, *key_scales, *value_scales;
     Floats *before;
 
@@ -88,6 +88,11 @@ class Task {
     Ahead next_keys, next_values, next_rope;
     int64_t rate, due;
     void look_ahead(const Block &at);
+    INLINED void turn() {
+        next_keys.turn();
+        if (call.values.data) next_values.turn();
+        if (rotary) next_rope.turn();
+    }
     INLINED void fetch(int64_t vectors) {
         due += vectors * rate;
         next_keys.fetch(due >> 8);
@@ -118,7 +123,7 @@ Task<E>::Task(const Call &call, int64_t index)
       rotary(call.rope_keys.data ? padded<E>(call.rope_keys.width) : 0), value_width(padded<E>(values().width)),
       halo(std::max({call.steps, call.key_window, call.value_window}) - 1),
       block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 2 * PER_VECTOR<E>, 128)),
-      early_reach((halo + 31) / 32 * 32), reach(block + early_reach + 32) {
+      early_reach((EARLY_STEP * halo + 31) / 32 * 32), reach(block + early_reach + 32) {
     b = sequence_of(call, index);
     const int64_t splits = call.splits[b + 1] - call.splits[b], rest = index - call.splits[b] * query_blocks(call);
     const int64_t split = rest % splits;
@@ -146,9 +151,9 @@ void Task<E>::take_scratch() {
     scratch.want(key_rows, tokens * width);
     scratch.want(value_rows, call.values.data ? tokens * value_width : 0);
     scratch.want(rope_rows, tokens * rotary);
-    scratch.want(key_heads, tokens);
-    scratch.want(value_heads, call.values.data ? tokens : 0);
-    scratch.want(rope_heads, rotary ? block : 0);
+    scratch.want(key_places, tokens);
+    scratch.want(value_places, call.values.data ? tokens : 0);
+    scratch.want(rope_places, rotary ? block : 0);
     scratch.want(narrow, ROWS * reach);
     scratch.want(narrow_early, ROWS * early_reach);
     scratch.want(flowed, ROWS * reach);
@@ -215,16 +220,12 @@ void Task<E>::run() {
     std::fill(out, out + all_rows * row_width(call), 0.0f);
     for (int64_t j0 = from; j0 < to; j0 += block) {
         Block at = {0, std::max(j0 - halo, lowest), j0, std::min(j0 + block, to), {}, {}, {}};
-        point(call, call.keys, b, at.e0, at.j1, key_rows, key_heads);
-        if (call.values.data) point(call, call.values, b, at.e0, at.j1, value_rows, value_heads);
-        if (rotary) {
-            point(call, call.rope_keys, b, j0, at.j1, rope_rows, rope_heads);
-            at.r = rows_of(call, call.rope_keys, b, 0, j0, at.j1, rope_rows, rope_heads);
-        }
+        if (rotary) at.r = rows_of(call, call.rope_keys, b, 0, lowest, j0, at.j1, rope_rows, rope_places);
         for (at.g = 0; at.g < call.groups; at.g++) {
-            at.k = rows_of(call, call.keys, b, at.g, at.e0, at.j1, key_rows, key_heads);
+            at.k = rows_of(call, call.keys, b, at.g, lowest, at.e0, at.j1, key_rows, key_places);
             at.v = at.k;
-            if (call.values.data) at.v = rows_of(call, call.values, b, at.g, at.e0, at.j1, value_rows, value_heads);
+            if (call.values.data)
+                at.v = rows_of(call, call.values, b, at.g, lowest, at.e0, at.j1, value_rows, value_places);
             look_ahead(at);
             const float *k_scales = read_scales(call.keys, at, key_scales);
             const float *v_scales = call.values.data ? read_scales(call.values, at, value_scales) : k_scales;
@@ -242,6 +243,7 @@ template <typename E>
 template <int M>
 void Task<E>::attend(const Block &at, int64_t row, const float *k_scales, const float *v_scales) {
     float corrections[M];
+    turn();
     score<M>(at, row, k_scales, weights);
     soften<M>(at, row, corrections);
     float *arriving = weights;
@@ -255,15 +257,17 @@ void Task<E>::attend(const Block &at, int64_t row, const float *k_scales, const 
     if (v_scales) {
         const float *own = v_scales + (at.j0 - at.e0);
         for (int m = 0; m < M; m++) {
-            for (int64_t t = 0; t < behind; t++) early[m * early_reach + t] *= v_scales[t];
+            for (int64_t t = 0; t < behind; t++) early[m * early_reach + t * EARLY_STEP] *= v_scales[t];
             for (int64_t t = 0; t < at.j1 - at.j0; t++) arriving[m * reach + t] *= own[t];
         }
     }
-    const Weighted<E> halo = {narrowed(early, M, behind, early_reach, narrow_early), early_reach, at.v, behind};
+    const E *narrow_halo = narrowed(early, M, behind * EARLY_STEP, early_reach, narrow_early);
+    const Weighted<E> halo = {narrow_halo, early_reach, at.v, behind};
     const Weighted<E> block = {narrowed(arriving, M, at.j1 - at.j0, reach, narrow), reach,
                                at.v.from(at.j0 - at.e0), at.j1 - at.j0};
+    turn();
     outputs<M>(out + (at.g * rows() + row) * row_width(call), row_width(call), corrections, halo, block,
-               value_width, [this](int64_t vectors) { fetch(vectors); });
+               value_width, [this](int64_t vectors) __attribute__((always_inline)) { fetch(vectors); });
 }
 
 // Weights in the numbers that are multiplied; zeros are behind them.
@@ -310,7 +314,9 @@ void Task<E>::score(const Block &at, int64_t row, const float *k_scales, float *
         s.starts[m] = start_of(row + m) - at.j0;
         s.settled = std::max(s.settled, s.starts[m] + halo);
     }
-    auto ahead = [this, vectors = value_width / LANES](int64_t tokens) { fetch(tokens * vectors); };
+    auto ahead = [this, vectors = value_width / LANES](int64_t tokens) __attribute__((always_inline)) {
+        fetch(tokens * vectors);
+    };
     const int64_t tokens = at.j1 - at.j0;
     if (call.steps == 1 && !call.key_weights)
         scores<FIRST, PLAIN>(s, tokens, before, into, reach, ahead);
@@ -405,9 +411,10 @@ void Task<E>::flow(const Block &at, int64_t row, const float *p, float *flowed, 
     }
     for (int64_t j = 0; j < std::min(start - at.j0, count); j++) flowed[j] = 0;
     for (int64_t e = 0; e < behind; e++) {
-        early[e] = 0;
+        float &arriving = early[e * EARLY_STEP];
+        arriving = 0;
         for (int64_t back = behind - e; back < call.value_window && at.e0 + e >= start; back++)
-            early[e] += p[e + back - behind] * mix[back];
+            arriving += p[e + back - behind] * mix[back];
     }
 }
 

@@ -14,15 +14,12 @@ constexpr int WIDE = M > 4 ? SUMS / 8 : SUMS / 4;
 
 // Query rows times token rows over one stretch of channels, added to vectors of partial sums.
 template <int M, int N>
-INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Tokens<float> k, int64_t width) {
-    const float *at[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) at[n] = k.row(n);
+INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Rows<float> k, int64_t width) {
 #pragma GCC unroll 2
     for (int64_t i = 0; i < width; i += LANES) {
         Floats keys[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) keys[n] = load(at[n] + i);
+        for (int n = 0; n < N; n++) keys[n] = load(k.data + n * k.stride + i);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const Floats query = load(q.data + m * q.stride + i);
@@ -34,13 +31,12 @@ INLINED void multiply(Floats (&sums)[M][N], Rows<float> q, Tokens<float> k, int6
 
 // Weights times token rows, added to the outputs of N vectors' width.
 template <int M, int N>
-INLINED void accumulate(Floats (&sums)[M][N], const float *weights, int64_t stride, Tokens<float> v, int64_t tokens) {
+INLINED void accumulate(Floats (&sums)[M][N], const float *weights, int64_t stride, Rows<float> v, int64_t tokens) {
 #pragma GCC unroll 2
     for (int64_t t = 0; t < tokens; t++) {
-        const float *row = v.row(t);
         Floats values[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) values[n] = load(row + n * LANES);
+        for (int n = 0; n < N; n++) values[n] = load(v.data + t * v.stride + n * LANES);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const Floats weight = all(weights[m * stride + t]);
@@ -56,15 +52,12 @@ INLINED Floats dot(Floats sums, __m512i a, __m512i b) {
 }
 
 template <int M, int N>
-INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Tokens<Brain> k, int64_t width) {
-    const Brain *at[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) at[n] = k.row(n);
+INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Rows<Brain> k, int64_t width) {
 #pragma GCC unroll 2
     for (int64_t i = 0; i < width; i += 32) {
         __m512i keys[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) keys[n] = _mm512_loadu_si512(at[n] + i);
+        for (int n = 0; n < N; n++) keys[n] = _mm512_loadu_si512(k.data + n * k.stride + i);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
             const __m512i query = _mm512_loadu_si512(q.data + m * q.stride + i);
@@ -76,7 +69,7 @@ INLINED void multiply(Floats (&sums)[M][N], Rows<Brain> q, Tokens<Brain> k, int6
 
 // Two tokens at a time: channel by channel their values side by side, as the pairs of weights are.
 template <int M, int N>
-INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stride, Tokens<Brain> v, int64_t tokens) {
+INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stride, Rows<Brain> v, int64_t tokens) {
     alignas(64) static const uint16_t PAIRS[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14,
          46, 15, 47},
@@ -85,8 +78,8 @@ INLINED void accumulate(Floats (&sums)[M][N], const Brain *weights, int64_t stri
     const __m512i low = _mm512_load_si512(PAIRS[0]), high = _mm512_load_si512(PAIRS[1]);
 #pragma GCC unroll 2
     for (int64_t t = 0; t < tokens; t += 2) {
-        const Brain *first = v.row(t);
-        const Brain *second = v.row(std::min(t + 1, tokens - 1));  // past the end its weight is 0
+        const Brain *first = v.data + t * v.stride;
+        const Brain *second = t + 1 < tokens ? first + v.stride : first;  // its weight is 0
         __m512i values[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N; n += 2) {
@@ -128,7 +121,7 @@ struct Scoring {
 // Products of rows and tokens t … t + N - 1, not summed yet.
 template <int M, int N, typename E>
 INLINED void content(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t) {
-    multiply<M, N>(sums, s.query, s.keys.from(t), s.width);
+    multiply<M, N>(sums, s.query, s.keys.rows(t), s.width);
     if (s.scales)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
@@ -139,8 +132,22 @@ INLINED void content(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t) {
 // Five-dimensional queries: those of step m meet the keys m tokens back. The usual case adds in registers.
 template <int M, int N, typename E>
 INLINED void add_settled_steps(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t) {
-    for (int64_t step = 1; step < s.steps; step++)
-        multiply<M, N>(sums, {s.query.data + step * s.query_step, s.query.stride}, s.keys.from(t - step), s.width);
+    for (int64_t step = 1; step < s.steps; step++) {
+        const Rows<E> query = {s.query.data + step * s.query_step, s.query.stride};
+        if (s.keys.evenly(t - step, N)) {
+            multiply<M, N>(sums, query, s.keys.rows(t - step), s.width);
+            continue;
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {  // across the border of a page
+            Floats one[M][1];
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) one[m][0] = sums[m][n];
+            multiply<M, 1>(one, query, s.keys.rows(t + n - step), s.width);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) sums[m][n] = one[m][0];
+        }
+    }
 }
 
 // The same near a document's start, or with scales.
@@ -152,7 +159,7 @@ __attribute__((noinline)) void add_steps(Floats *sums, int M, int N, const Scori
                 if (t + n - step < s.starts[m]) continue;
                 const Rows<E> query = {s.query.data + step * s.query_step + m * s.query.stride, 0};
                 Floats one[1][1] = {};
-                multiply<1, 1>(one, query, s.keys.from(t + n - step), s.width);
+                multiply<1, 1>(one, query, s.keys.rows(t + n - step), s.width);
                 sums[m * N + n] += s.scales ? one[0][0] * s.scales[t + n - step] : one[0][0];
             }
 }
@@ -213,7 +220,7 @@ inline void scores_tile(const Scoring<E> &s, int64_t t, Floats *before, float *o
             if (s.steps > 1) add_steps(copy, M, N, s, t);
             if (s.mixes[0]) mix(copy, M, N, s, t, before);
         });
-    if (s.rotary) multiply<M, N>(sums, s.rope_query, s.rope_keys.from(t), s.rotary);
+    if (s.rotary) multiply<M, N>(sums, s.rope_query, s.rope_keys.rows(t), s.rotary);
     float totals[M * N];
     sums_of<M * N>(&sums[0][0], s.factor, totals);
     for (int m = 0; m < M; m++) std::memcpy(out + m * stride + t, totals + m * N, N * 4);
@@ -240,6 +247,10 @@ void scores(const Scoring<E> &s, int64_t tokens, Floats *before, float *out, int
     for (; t < tokens; t++) scores_tile<M, 1, MODE == PLAIN ? PLAIN : GENERAL>(s, t, before, out, stride);
 }
 
+// From the weight of a token before the block to the next one's: in between are zeros, for those tokens are taken one
+// by one where those of the block are taken in pairs.
+constexpr int64_t EARLY_STEP = 2;
+
 // Token rows and the weights with which they enter the output of each row of a tile.
 template <typename E>
 struct Weighted {
@@ -247,7 +258,7 @@ struct Weighted {
     int64_t stride;
     Tokens<E> v;
     int64_t tokens;
-    Weighted channel(int64_t i) const { return {weights, stride, {v.heads, v.offset + i}, tokens}; }
+    Weighted channel(int64_t i) const { return {weights, stride, v.channel(i), tokens}; }
 };
 
 // `ahead(vectors)` is called on the way.
@@ -259,12 +270,19 @@ inline void outputs_tile(float *out, int64_t stride, const float *corrections, W
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) sums[m][n] = load(out + m * stride + n * LANES) * corrections[m];
-    if (halo.tokens) accumulate<M, N>(sums, halo.weights, halo.stride, halo.v, halo.tokens);
-    constexpr int64_t SOME = 4;
-    for (int64_t t = 0; t < block.tokens; t += SOME) {
-        ahead(SOME * N);
-        accumulate<M, N>(sums, block.weights + t, block.stride, block.v.from(t), std::min(block.tokens - t, SOME));
-    }
+    for (int64_t t = 0; t < halo.tokens; t++)
+        accumulate<M, N>(sums, halo.weights + t * EARLY_STEP, halo.stride, halo.v.rows(t), 1);
+    auto sweep = [&](auto rows) __attribute__((always_inline)) {
+        for (int64_t t = 0; t < block.tokens; t += TOGETHER) {
+            ahead(TOGETHER * N);
+            const int64_t tokens = std::min(block.tokens - t, TOGETHER);
+            accumulate<M, N>(sums, block.weights + t, block.stride, rows(t), tokens);
+        }
+    };
+    if (block.v.places)
+        sweep([&](int64_t t) { return block.v.rows(t); });
+    else  // without asking every time
+        sweep([&](int64_t t) { return Rows<E>{block.v.data + t * block.v.stride, block.v.stride}; });
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8

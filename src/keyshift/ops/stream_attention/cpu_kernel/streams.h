@@ -144,39 +144,47 @@ struct Rows {
     Rows from(int64_t t) const { return {data + t * stride, stride}; }
 };
 
-// Tokens of a stream head as rows, each wherever it lies: `heads` has the rows of the first head.
+// So many tokens are multiplied at once at most, and those of a block begin at multiples of it.
+constexpr int64_t TOGETHER = 4;
+
+// Tokens of a stream head as rows: `stride` apart, or where `places` says, in elements from `data`. Those that are
+// multiplied at once are `stride` apart in any case.
 template <typename E>
 struct Tokens {
-    const E *const *heads;
-    int64_t offset;
-    INLINED const E *row(int64_t t) const { return heads[t] + offset; }
-    INLINED Tokens from(int64_t t) const { return {heads + t, offset}; }
+    const E *data;
+    const int64_t *places;
+    int64_t stride;
+    INLINED Rows<E> rows(int64_t t) const { return {data + (places ? places[t] : t * stride), stride}; }
+    INLINED Tokens from(int64_t t) const {
+        return places ? Tokens{data, places + t, stride} : Tokens{data + t * stride, nullptr, stride};
+    }
+    INLINED Tokens channel(int64_t i) const { return {data + i, places, stride}; }
+    INLINED bool evenly(int64_t t, int64_t count) const {
+        return !places || places[t + count - 1] - places[t] == (count - 1) * stride;
+    }
 };
 
-// Whether the rows of a stream can be multiplied where they are.
+// Tokens as rows, of blocks that begin at `lowest` or a multiple of TOGETHER behind: in place where they lie as they
+// should, else read into the buffer. The places are those of all heads, of which the first is read first.
 template <typename E>
-bool in_place(const Stream &stream) {
-    return stream.kind == (std::is_same_v<E, float> ? FLOAT32 : BFLOAT16) && stream.width % PER_VECTOR<E> == 0;
-}
-
-// Where the rows of tokens will be, in place or in a buffer, whichever head is read.
-template <typename E>
-void point(const Call &call, const Stream &stream, int64_t b, int64_t from, int64_t to, E *buffer, const E **heads) {
-    if (!in_place<E>(stream)) {
-        for (int64_t t = from; t < to; t++) heads[t - from] = buffer + (t - from) * padded<E>(stream.width);
-        return;
+Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, int64_t lowest, int64_t from, int64_t to,
+                  E *buffer, int64_t *places) {
+    if (stream.kind == (std::is_same_v<E, float> ? FLOAT32 : BFLOAT16) && stream.width % PER_VECTOR<E> == 0) {
+        auto at = [&](int64_t page, int64_t head, int64_t place) {
+            return reinterpret_cast<const E *>(address(stream, page, head, place));
+        };
+        const int64_t index = from / call.page;
+        if (index == (to - 1) / call.page)
+            return {at(page_at(call, b, index), g, from % call.page), nullptr, stream.stride_t};
+        if (call.page % TOGETHER == 0 && lowest % TOGETHER == 0) {
+            if (g == 0)
+                stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
+                    const int64_t first = page * stream.stride_p + place * stream.stride_t;
+                    for (int64_t i = 0; i < count; i++) places[t - from + i] = first + i * stream.stride_t;
+                });
+            return {at(0, g, 0), places, stream.stride_t};
+        }
     }
-    stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
-        auto *row = reinterpret_cast<const E *>(address(stream, page, 0, place));
-        for (int64_t i = 0; i < count; i++) heads[t - from + i] = row + i * stream.stride_t;
-    });
-}
-
-// Tokens as rows, after `point`: in place where they lie as they should, else read into the buffer.
-template <typename E>
-Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, int64_t from, int64_t to, E *buffer,
-                  const E *const *heads) {
-    if (in_place<E>(stream)) return {heads, g * stream.stride_g};
     const int64_t stride = padded<E>(stream.width);
     stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
@@ -187,7 +195,7 @@ Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, 
                     scale_channels(row, stream.width, stream.scales, page, g, place + i);
         }
     });
-    return {heads, 0};
+    return {buffer, nullptr, stride};
 }
 
 // The part of a stream that will be wanted next, asked for a few cache lines at a time while something else is
@@ -207,16 +215,22 @@ class Ahead {
             left = count * (g + 1) / groups - count * g / groups;
             from += count * g / groups;
         }
-        most = stream.stride_t * size == row_bytes ? left : 1;
+        gap = stream.stride_t * size - row_bytes;
         index = from / call.page;
         place = from % call.page;
     }
     int64_t lines_per_row() const { return (head_bytes + 63) / 64; }
+    // On to the next page, where one is done: apart from `fetch`, which has no registers to spare.
+    INLINED void turn() {
+        if (next >= end && rows <= 0 && left > 0) turn_page();
+    }
     INLINED void fetch(int64_t lines) {  // lest the compiler take it for having no effect
         for (; lines > 0; lines--) {
             if (next >= end) {
-                if (left <= 0) return;
-                step();
+                if (rows <= 0) return;
+                rows--;
+                next = end + gap;
+                end = next + row_bytes;
             }
             __builtin_prefetch(next);
             next += 64;
@@ -226,20 +240,19 @@ class Ahead {
   private:
     const Call *call = nullptr;
     const Stream *stream = nullptr;
-    int64_t b = 0, g = 0, index = 0, place = 0, left = 0, most = 0, head_bytes = 0, row_bytes = 0;
-    const char *next = nullptr, *end = nullptr;  // of the stretch that is being fetched
+    int64_t b = 0, g = 0, index = 0, place = 0, left = 0, head_bytes = 0, row_bytes = 0;
+    const char *next = nullptr, *end = nullptr;  // of the row that is being fetched, or of rows side by side
+    int64_t rows = 0, gap = 0;                   // that follow it in its page, and the bytes between them
 
-    // To the next token, or to all that follow it in one stretch of memory.
-    __attribute__((noinline)) void step() {
-        const int64_t count = std::min({most, left, call->page - place});
-        next = address(*stream, page_at(*call, b, index), g, place);
-        end = next + count * row_bytes;
+    // To what is wanted of the next page.
+    __attribute__((noinline)) void turn_page() {
+        const int64_t count = std::min(left, call->page - place);
+        const bool side_by_side = gap == 0;
+        next = address(*stream, page_at(*call, b, index++), g, place);
+        end = next + (side_by_side ? count : 1) * row_bytes;
+        rows = side_by_side ? 0 : count - 1;
         left -= count;
-        place += count;
-        if (place == call->page) {
-            place = 0;
-            index++;
-        }
+        place = 0;
     }
 };
 
