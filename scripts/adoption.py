@@ -10,7 +10,7 @@ seed, in OUT, each step once (called again, it goes on):
 - the source with a KV shift put in, α and β alone trained for 200 steps, then all weights, and without a
   shift as many.
 
-Then all are measured on the same held-out text, the store's, and docs/results/adopt.json and the table of
+Then all are measured on the same held-out text, the store's, and docs/results/adopt/losses.json and the table of
 docs/results/adopt.md are written.
 """
 
@@ -183,7 +183,7 @@ def main() -> None:
             if not made.exists():
                 subprocess.run([sys.executable, "-m", "keyshift.cli", *command], check=True)
     table = measure(options.store, options.out, list(range(options.seeds)))
-    (RESULTS / "adopt.json").write_text(json.dumps(table, indent=1) + "\n")
+    (RESULTS / "adopt" / "losses.json").write_text(json.dumps(table, indent=1) + "\n")
     sys.stdout.write(rendered(table) + "\n")
 
 
