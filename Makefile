@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/test_invariant.py tests/test_generate.py tests/test_model.
   tests/test_training.py tests/test_training_guard.py tests/test_training_processes.py tests/test_compare.py tests/test_quantised_cache.py tests/test_circuits_capture.py \
   tests/test_circuits_weights.py tests/test_circuits_parts.py tests/test_circuits_loading.py tests/test_convert.py \
   tests/test_convert_mechanism.py tests/test_convert_deepseek.py tests/test_rope_scaling.py tests/test_start.py \
-  tests/test_heal.py tests/test_hub.py tests/test_generation.py
+  tests/test_heal.py tests/test_generation.py
 
 # Text for the papers' recipes that read some; SIZE is one of a recipe's sizes.
 CORPUS ?= runs/corpus
