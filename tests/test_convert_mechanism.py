@@ -189,10 +189,11 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
     done = in_process("convert", "llama", tmp_path / "gva", *GVA, cwd=place)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[2].startswith("cache: 128 to 80 bytes a token in bfloat16, 0.625 of it")
-    assert lines[3].startswith("perplexity: ")
-    assert max(map(len, lines[:-1])) <= 80
     model = KeyshiftForCausalLM.from_pretrained(tmp_path / "gva")
+    assert lines[2] == f"{model.num_parameters():,} parameters"
+    assert lines[3].startswith("cache: 128 to 80 bytes a token in bfloat16, 0.625 of it")
+    assert lines[4].startswith("perplexity: ")
+    assert max(map(len, lines[:-1])) <= 80
     assert (model.config.attention, model.config.position) == ("gva", "decoupled_rope")
     row = json.loads(in_process("convert", "llama", tmp_path / "other", *GVA, "--json", cwd=place).stdout)
     again = adapt(plan(str(place / "llama")), place / "text.txt", tokens=2000)

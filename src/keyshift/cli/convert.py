@@ -113,7 +113,7 @@ def _lines(needs: dict[str, Any], attention: str) -> list[str]:
     first = f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}"
     if attention != "same":
         return [
-            first,
+            f"{needs['from']} of {needs['parameters']:,} parameters to {attention}",
             f"disk {size(needs['disk_bytes'])}, memory {size(needs['compare_bytes'])} for both models",
         ]
     return [
@@ -128,6 +128,7 @@ def _outcome(done: dict[str, Any]) -> list[str]:
         errors = done["layer_errors"]
         before, after = done["bytes_before"], done["bytes_after"]
         facts = [
+            f"{done['parameters']:,} parameters",
             f"cache: {before:,} to {after:,} bytes a token in bfloat16, {after / before:.3f} of it",
             f"perplexity: {done['perplexity_before']:.2f} before, {done['perplexity_after']:.2f} after, "
             "not trained yet",

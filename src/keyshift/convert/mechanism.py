@@ -55,10 +55,10 @@ class Adapted:
     tokens: int
 
     def numbers(self) -> dict[str, Any]:
-        """All but the model, and perplexities."""
+        """All but the model, of which the number of parameters, and perplexities."""
         found = {name: value for name, value in vars(self).items() if name != "model"}
         perplexities = {f"perplexity_{when}": math.exp(found[f"loss_{when}"]) for when in ("before", "after")}
-        return {**found, **perplexities}
+        return {**found, **perplexities, "parameters": self.model.num_parameters()}
 
 
 def target_of(
