@@ -346,6 +346,12 @@ def test_what_it_would_take_is_said_without_text_or_files():
     )
 
 
+def test_text_that_is_not_there_is_missed_by_a_dry_run_too():
+    code, _, errors = in_process("train", "pretrain/base", "no-store", "--dry-run")
+    assert code == 2
+    assert "'no-store': no such file or folder" in errors
+
+
 @pytest.mark.parametrize("setting", [[], ["engine.gradient_checkpointing=true"]])
 def test_what_it_would_take_fits_80_columns(setting):
     with warnings.catch_warnings():

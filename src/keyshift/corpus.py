@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import filelock
 
-from keyshift.data import DatasetSource, FileSource, Mixture, StreamedText, TextData, load_tokenizer, prepare
+from keyshift.data import (
+    DatasetSource,
+    FileSource,
+    Mixture,
+    StreamedText,
+    TextData,
+    find_files,
+    load_tokenizer,
+    prepare,
+)
 from keyshift.data.sources import Source
 from keyshift.errors import UserError
 from keyshift.recipe import Recipe
@@ -120,6 +129,16 @@ def _check_unused(settings: Settings, store: TextData) -> None:
 def is_store(path: str | Path) -> bool:
     """Whether ``keyshift data prepare`` wrote this folder."""
     return (Path(path) / "meta.json").is_file() and (Path(path) / "tokenizer").is_dir()
+
+
+def check_text(paths: Sequence[str | Path]) -> None:
+    """Stores, or text that can be read, if any are named.
+
+    Raises:
+        UserError: what `keyshift.data.find_files` refuses of the others.
+    """
+    if text := [path for path in paths if not is_store(path)]:
+        find_files(text)
 
 
 def _source(settings: Settings) -> Source:

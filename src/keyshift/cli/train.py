@@ -54,6 +54,9 @@ def train(
     loaded = load_recipe(recipe, overrides, size, text_named=not dry_run)
     console = Console(stderr=as_json, highlight=False)
     if dry_run:
+        from keyshift.corpus import check_text
+
+        check_text(paths)
         _print_budgets(loaded, variant, console, as_json)
         return
     from keyshift.live import follow_one
