@@ -132,7 +132,9 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         wait_for(process, port, log)
         yield Served(process, port, folder)
     finally:
-        process.kill()
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for each in (process, *left):
+            each.kill()
         process.wait()
 
 
