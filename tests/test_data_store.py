@@ -114,6 +114,7 @@ def test_shard_size_changes_no_row(tmp_path: Path, corpus: Path, tokenizer: str)
         assert all((rows[0][part] == rows[1][part]).all() for part in PARTS)
 
 
+@pytest.mark.slow
 def test_the_result_depends_neither_on_workers_nor_on_a_kill(
     tmp_path: Path, corpus: Path, tokenizer: str
 ) -> None:

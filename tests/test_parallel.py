@@ -91,6 +91,7 @@ def test_a_killed_worker_fails_its_run_alone_and_resuming_repeats_only_that(tmp_
     assert numbers(again) == numbers(compare(chosen, tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_one_run_is_its_own_and_more_jobs_than_runs_do_no_harm(tmp_path):
     """A checkpoint that cannot be read, one that cannot be written, and a NaN: the others finish."""
     hot = {"training": {"learning_rate": 1e25}}
@@ -211,6 +212,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert not psutil.wait_procs(group, timeout=5)[1]
 
 
+@pytest.mark.slow
 def test_workers_whose_parent_is_killed_save_and_end(tmp_path):
     process = begun(tmp_path, ENDLESS.replace("save_steps = 20", "save_steps = 50"))
     workers = psutil.Process(process.pid).children(recursive=True)
