@@ -190,9 +190,13 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     model = KeyshiftForCausalLM.from_pretrained(tmp_path / "gva")
-    assert lines[2] == f"{model.num_parameters():,} parameters"
-    assert lines[3].startswith("cache: 128 to 80 bytes a token in bfloat16, 0.625 of it")
-    assert lines[4].startswith("perplexity: ")
+    assert lines[0] == f"llama to gva: {model.num_parameters():,} parameters"
+    said = json.loads(in_process("convert", "llama", "dry", *GVA, "--dry-run", "--json", cwd=place).stdout)
+    weights = model.num_parameters() * model.dtype.itemsize
+    assert said["disk_bytes"] == weights
+    assert 0 <= (tmp_path / "gva/model.safetensors").stat().st_size - weights < 2**14  # its header
+    assert lines[2].startswith("cache: 128 to 80 bytes a token in bfloat16, 0.625 of it")
+    assert lines[3].startswith("perplexity: ")
     assert max(map(len, lines[:-1])) <= 80
     assert (model.config.attention, model.config.position) == ("gva", "decoupled_rope")
     row = json.loads(in_process("convert", "llama", tmp_path / "other", *GVA, "--json", cwd=place).stdout)

@@ -536,28 +536,23 @@ SLOTS = {
 }
 
 
-def as_pages(call: Call) -> Call:
-    """One sequence with each slot as a page of its own, in order."""
+def as_pages(call: Call, page: int) -> Call:
+    """One sequence cut into pages, in order, where it lies."""
     pages = {
-        name: call[name].movedim(at, 0).movedim(1, at)
+        name: call[name].movedim(at, 0).unflatten(0, (-1, page)).squeeze(2).movedim(1, at)
         for name, at in SLOTS.items()
         if call.get(name) is not None
     }
-    return {
-        **call,
-        **pages,
-        "block_tables_BP": torch.arange(call["keys_BGTS"].shape[2], dtype=torch.int32)[None],
-    }
-
-
-PAGED = {**dict.fromkeys(SLOTS, 0), "block_tables_BP": 1}
+    tables = torch.arange(call["keys_BGTS"].shape[2] // page, dtype=torch.int32)
+    return {**call, **pages, "block_tables_BP": tables[None]}
 
 
 def attend_between_fences(
     kernel: str, dtype: torch.dtype, kind: torch.dtype | None, width: int, window: int, turned: bool
 ) -> None:
-    """One sequence of 290 slots, of which 9 … 280 are used."""
-    sizes = {"width": width, "rotary": 2 * width, "total": 290, "new": 3, "batch": 1}
+    """One sequence of 292 slots, of which 9 or 12 … 280 are used: whole, as pages of one token (copied),
+    and as pages of four (read where they lie)."""
+    sizes = {"width": width, "rotary": 2 * width, "total": 292, "new": 3, "batch": 1}
     call = decoding(heads=6, groups=2, window=window, dtype=dtype, **sizes)
     call["values_BGTV"] = call["keys_BGTS"] + 1
     if turned:
@@ -566,17 +561,22 @@ def attend_between_fences(
     if kind is not None:
         for streams, scales in (("keys_BGTS", "key_scales_BGTN"), ("values_BGTV", "value_scales_BGTN")):
             call[streams], call[scales] = quantise(call[streams], kind, 1 + (window > 1), torch.float16)
-    call |= {"starts_BQ": torch.tensor([[9, 20, 11]]), "lengths_B": torch.tensor([281])}
-    expected = run(call, kernel)
-    for at_end, (each, slots) in itertools.product((False, True), ((call, SLOTS), (as_pages(call), PAGED))):
+    for at_end, (first, page) in itertools.product((False, True), ((9, None), (9, 1), (12, 4))):
+        call |= {"starts_BQ": torch.tensor([[first, 20, 13]]), "lengths_B": torch.tensor([281])}
+        expected = run(call, kernel)
         around = {
             name: value
             if not isinstance(value, Tensor)
-            else fenced(value, at_end, slots[name], 9, 281)
-            if name in slots
+            else fenced(value, at_end, SLOTS[name], first, 281)
+            if name in SLOTS
             else fenced(value, at_end)
-            for name, value in each.items()
+            for name, value in call.items()
         }
+        if page is not None:
+            around = as_pages(around, page)
+            around["block_tables_BP"] = fenced(
+                around["block_tables_BP"], at_end, 1, first // page, -(-281 // page)
+            )
         with Fencing(at_end) as fencing:
             out = run(around, kernel)
         assert fencing.count == 2

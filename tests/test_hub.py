@@ -128,6 +128,19 @@ def test_the_card_of_a_run_says_what_it_is_and_what_was_measured(run: Run) -> No
     assert str(run.directory.parents[2]) not in card
 
 
+def test_a_healed_model_says_so_and_not_where_its_teacher_lay(run: Run, tmp_path: Path) -> None:
+    out = shutil.copytree(run.directory.parents[2], tmp_path / "out")
+    recipe = json.loads((out / "recipe.json").read_text())
+    taught = recipe["training"] | {"distil_from": "/home/me/teacher", "distil_labels": 0.5}
+    (out / "recipe.json").write_text(json.dumps(recipe | {"training": taught}))
+    checkpoint = out / "runs" / run.directory.parent.name / "seed-1" / "checkpoint-2"
+    card = model_card(checkpoint)
+    parts = "KL of logits × 1, error of attention outputs × 1, cross-entropy of labels × 0.5"
+    assert f"- distilled from a teacher: {parts}\n" in card
+    assert "/home/me" not in card
+    assert "distilled" not in model_card(run.directory / "checkpoint-2")
+
+
 def test_what_is_not_known_is_left_out(checkpoint: Path) -> None:
     assert "seed" not in model_card(checkpoint)  # apart from its run
     assert "optimiser steps" in model_card(checkpoint)

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -17,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from keyshift.cache import CACHE_DTYPES, KeyshiftCache, cache_bytes, cache_bytes_per_token
 from keyshift.configuration import KeyshiftConfig
 from keyshift.errors import UserError, first_line, nearest
+from keyshift.memory import free_memory
 from keyshift.modeling import KeyshiftModel
 
 TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -191,7 +191,7 @@ def _measured(
     if not even one layer fits in memory.
     """
     total = cache_bytes(config, batch=batch, tokens=tokens, dtype=dtype, cache_dtype=rounded)
-    free = psutil.virtual_memory().available
+    free = free_memory()
     layers = config.num_hidden_layers if total < MEMORY_SHARE * free else 1
     if total // config.num_hidden_layers > free:
         return None, 0

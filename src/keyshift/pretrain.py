@@ -149,30 +149,14 @@ def dry_run(
     for name in names:
         progress("looking at variants", len(rows), len(names))
         each, config = grid[name], models[name]
-        length = _sizes(recipe, each).sequence_length
-        teacher = teacher_config(each.training)
-        timed = time_step(
-            config,
-            each.training,
-            recipe.engine,
-            sequence_length=length,
-            world_size=world,
-            half=half,
-            teacher=teacher,
-        )
-        rows.append(
-            budget(
-                config,
-                each.training,
-                recipe.engine,
-                name=name,
-                sequence_length=length,
-                world_size=world,
-                half=half,
-                teacher=teacher,
-                timed=timed,
-            )
-        )
+        asked: dict[str, Any] = {
+            "sequence_length": _sizes(recipe, each).sequence_length,
+            "world_size": world,
+            "half": half,
+            "teacher": teacher_config(each.training),
+        }
+        timed = time_step(config, each.training, recipe.engine, **asked)
+        rows.append(budget(config, each.training, recipe.engine, name=name, timed=timed, **asked))
     return rows
 
 

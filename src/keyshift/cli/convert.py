@@ -63,11 +63,12 @@ def convert(
     }
     check_new(destination)
     planned = plan(source, to=to, shift=shift if attention == "same" else "none")
-    if attention != "same":
-        from keyshift.convert.mechanism import target_of
+    if attention == "same":
+        needs = planned.needs()
+    else:
+        from keyshift.convert import mechanism
 
-        target_of(planned.target, **widths)  # what is refused is refused by a dry run too
-    needs = planned.needs()
+        needs = mechanism.needs(planned, mechanism.target_of(planned.target, **widths))
     if not as_json:
         console.print(*_lines(needs, attention), sep="\n", soft_wrap=True)
     if dry_run:
@@ -109,15 +110,15 @@ def _adapted(
 
 
 def _lines(needs: dict[str, Any], attention: str) -> list[str]:
-    added = f", {needs['added_parameters']:,} of them new" if needs["added_parameters"] else ""
-    first = f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}"
     if attention != "same":
         return [
-            f"{needs['from']} of {needs['parameters']:,} parameters to {attention}",
-            f"disk {size(needs['disk_bytes'])}, memory {size(needs['compare_bytes'])} for both models",
+            f"{needs['from']} to {attention}: {needs['parameters']:,} parameters",
+            f"disk {size(needs['disk_bytes'])}, "
+            f"memory {size(needs['memory_bytes'])} for both models and what they are fitted with",
         ]
+    added = f", {needs['added_parameters']:,} of them new" if needs["added_parameters"] else ""
     return [
-        first,
+        f"{needs['from']} to {needs['to']}: {needs['parameters']:,} parameters{added}",
         f"disk {size(needs['disk_bytes'])}, memory {size(needs['memory_bytes'])} at a time, "
         f"{size(needs['compare_bytes'])} to compare logits",
     ]
@@ -128,7 +129,6 @@ def _outcome(done: dict[str, Any]) -> list[str]:
         errors = done["layer_errors"]
         before, after = done["bytes_before"], done["bytes_after"]
         facts = [
-            f"{done['parameters']:,} parameters",
             f"cache: {before:,} to {after:,} bytes a token in bfloat16, {after / before:.3f} of it",
             f"perplexity: {done['perplexity_before']:.2f} before, {done['perplexity_after']:.2f} after, "
             "not trained yet",

@@ -28,6 +28,7 @@ from keyshift.convert.files import (
     written,
 )
 from keyshift.errors import RunError, UserError
+from keyshift.memory import free_memory
 
 TOLERANCE = 1e-5
 """Largest difference of logits that counts as none, relative to the largest logit, in float32."""
@@ -72,7 +73,7 @@ class Plan:
             "added_parameters": new,
             "disk_bytes": sum(self.weights.sizes.values()) + added,
             "memory_bytes": max(self.weights.sizes.values()) + added,
-            "compare_bytes": 4 * (2 * self.parameters - new),
+            "compare_bytes": 4 * self.parameters,  # one after the other, in float32
         }
 
 
@@ -223,9 +224,7 @@ def _class_name(config: PreTrainedConfig) -> str:
 
 def _difference(planned: Plan, folder: Path) -> float | None:
     """See `convert`."""
-    import psutil
-
-    if planned.needs()["compare_bytes"] > 0.8 * psutil.virtual_memory().available:
+    if planned.needs()["compare_bytes"] > 0.8 * free_memory():
         return None
     generator = torch.Generator().manual_seed(0)
     tokens = min(COMPARED_TOKENS, planned.target.max_position_embeddings)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -55,10 +56,10 @@ class Adapted:
     tokens: int
 
     def numbers(self) -> dict[str, Any]:
-        """All but the model, of which the number of parameters, and perplexities."""
+        """All but the model, and perplexities."""
         found = {name: value for name, value in vars(self).items() if name != "model"}
         perplexities = {f"perplexity_{when}": math.exp(found[f"loss_{when}"]) for when in ("before", "after")}
-        return {**found, **perplexities, "parameters": self.model.num_parameters()}
+        return {**found, **perplexities}
 
 
 def target_of(
@@ -115,6 +116,27 @@ def target_of(
         "key_map_init": None,
     }
     return KeyshiftConfig(**{**config.to_dict(), **changes})
+
+
+def needs(planned: Plan, target: KeyshiftConfig) -> dict[str, Any]:
+    """Parameters of the result; bytes of disk for it, and of memory for `adapt`: both models in float32, the
+    second moments of all layers in float64, logits of a row of text and what their loss takes."""
+    with torch.device("meta"):
+        parameters = KeyshiftForCausalLM(target).num_parameters()
+    config = planned.target
+    inputs, width = config.hidden_size + 1, config.head_dim
+    moments = (
+        inputs * (inputs + 2 * config.num_key_value_heads * width) + config.num_attention_heads * width**2
+    )
+    length = min(LENGTH, config.max_position_embeddings)
+    return {
+        "from": planned.source.model_type,
+        "to": target.model_type,
+        "parameters": parameters,
+        "disk_bytes": parameters * planned.dtype.itemsize,
+        "memory_bytes": 4 * (planned.parameters + parameters + 3 * length * config.vocab_size)
+        + 8 * config.num_hidden_layers * moments,
+    }
 
 
 def adapt(
@@ -229,10 +251,10 @@ def layer_errors(source: KeyshiftForCausalLM, model: KeyshiftForCausalLM, ids: T
 @torch.inference_mode()
 def _loss(model: KeyshiftForCausalLM, batches: list[Tensor], progress: Progress, what: str) -> float:
     """Nats per token."""
-    total, count = 0.0, 0
-    for done, ids in enumerate(batches, 1):
-        predicted = ids[:, 1:].numel()
-        total += float(model(ids, labels=ids, use_cache=False).loss) * predicted
-        count += predicted
+    losses: list[float] = []
+    for done, ids in enumerate(
+        batches, 1
+    ):  # row by row: logits of a whole batch can be larger than the model
+        losses += [float(model(row, labels=row, use_cache=False).loss) for row in ids.split(1)]
         progress(what, done, len(batches))
-    return total / count
+    return fmean(losses)

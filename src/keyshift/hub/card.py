@@ -132,6 +132,11 @@ def _training(history: Trained | None) -> list[str]:
         )
         if each.trained == "shift":
             lines.append("the weights of the shift alone were trained")
+        if each.distil_from is not None:  # whose name may be a path
+            lines.append(
+                f"distilled from a teacher: KL of logits × {each.distil_logits:g}, error of attention "
+                f"outputs × {each.distil_attention:g}, cross-entropy of labels × {each.distil_labels:g}"
+            )
     if history.result is not None:
         where = history.result.environment
         known = [f"{name} {where[name]}" for name in ("keyshift", "torch", "transformers") if name in where]

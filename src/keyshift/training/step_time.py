@@ -10,6 +10,7 @@ import torch
 
 from keyshift.attention.shift import train_only_shifts_
 from keyshift.configuration import KeyshiftConfig
+from keyshift.memory import free_memory
 from keyshift.recipe import Engine, Training
 from keyshift.training.activations import recompute_activations_
 from keyshift.training.budget import flops_per_token, memory_bytes, micro_batch_rows, teacher_bytes
@@ -146,6 +147,4 @@ def _rate(device: torch.device, half: bool) -> float:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info()[0]
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return free_memory()
