@@ -5,7 +5,7 @@ seed, in OUT, each step once (called again, it goes on):
 
 - a source: the GQA model of recipes/pretrain/5m.toml, 1,000 steps;
 - converted, at two widths of the rotary key, into GVA and into MLA of the same bytes;
-- each of them healed for 200 steps, and one trained for as long on labels alone;
+- each of them healed for 200 steps; one, also with a KV shift put in, trained for as long on labels alone;
 - GVA models of the same bytes from scratch: for as many steps as healing, and as healing and source together;
 - the source with a KV shift put in, α and β alone trained for 200 steps, then all weights, and without a
   shift as many.
@@ -38,14 +38,24 @@ from keyshift.runs import slug
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 STEPS, HEALING, LENGTH, BATCH = 1000, 200, 256, 8
+HEALED = f"runs/healed/seed-{{seed}}/checkpoint-{HEALING}"
 CONVERTED = {
-    "gva16": ("--attention", "gva", "--rope-width", "16"),
-    "gva8": ("--attention", "gva", "--rope-width", "8"),
-    "mla40": ("--attention", "mla", "--rope-width", "40", "--latent-width", "32"),
+    "gva16": ("GVA, d_r = 16", ("--attention", "gva", "--rope-width", "16")),
+    "gva8": ("GVA, d_r = 8", ("--attention", "gva", "--rope-width", "8")),
+    "mla40": ("MLA, d_r = 40", ("--attention", "mla", "--rope-width", "40", "--latent-width", "32")),
+    "gva8-shift": ("GVA + shift, d_r = 8", ("--attention", "gva", "--rope-width", "8", "--shift", "kv")),
 }
-"""Name of a conversion: the mechanism and the width of its rotary key; what it is made with."""
+"""By the name of a folder: what a table calls the conversion, and what it is made with."""
+TRAINED = {
+    "healed": ("healed", ("gva16", "gva8", "mla40"), ()),
+    "labels": (
+        "on labels alone",
+        ("gva8", "gva8-shift"),
+        ("training.distil_logits=0", "training.distil_attention=0", "training.distil_labels=1"),
+    ),
+}
+"""By the name of a folder: what a table calls the training, conversions that get it, settings."""
 PLAIN = ("training.probe_steps=1000000", "training.eval_steps=100")
-BY_LABELS = ("training.distil_logits=0", "training.distil_attention=0", "training.distil_labels=1")
 
 
 @dataclass(frozen=True)
@@ -64,17 +74,16 @@ ROWS = [
         for steps in (HEALING, STEPS + HEALING)
     ),
     *(
-        Row(f"{name[:3].upper()}, d_r = {name[3:]}, {what}", steps, path.format(name=name, seed="{seed}"))
-        for name in CONVERTED
-        for what, steps, path in (
-            ("converted", 0, "converted/{name}-{seed}"),
-            ("healed", HEALING, "healed/{name}-{seed}/runs/healed/seed-{seed}/checkpoint-200"),
-        )
+        Row(f"{title}, converted", 0, f"converted/{name}-{{seed}}")
+        for name, (title, _) in CONVERTED.items()
+        if "shift" not in name  # which at the identity computes the same
     ),
-    Row(
-        "GVA, d_r = 8, on labels alone", HEALING, "labels/gva8-{seed}/runs/healed/seed-{seed}/checkpoint-200"
+    *(
+        Row(f"{CONVERTED[name][0]}, {what}", HEALING, f"{kind}/{name}-{{seed}}/{HEALED}")
+        for kind, (what, names, _) in TRAINED.items()
+        for name in names
     ),
-    Row("GQA, trained on", HEALING, "on/plain-{seed}/runs/healed/seed-{seed}/checkpoint-200"),
+    Row("GQA, trained on", HEALING, "on/plain-{seed}/" + HEALED),
     Row(
         "GQA + shift, α and β alone", HEALING, "on/shift-{seed}/runs/α-and-β-alone/seed-{seed}/checkpoint-200"
     ),
@@ -86,15 +95,12 @@ def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Pa
     """What makes each checkpoint of a seed, and where it appears."""
     source = out / ROWS[0].path.format(seed=seed)
     yield source, train("pretrain/5m", store, out / "source", seed, "GQA", STEPS)
-    for name, how in CONVERTED.items():
+    for name, (_, how) in CONVERTED.items():
         made = out / f"converted/{name}-{seed}"
         yield made, ["convert", str(source), str(made), *how, "--text", str(text)]
-        begun = (f"training.start_from={made}", f"training.distil_from={source}", f"data.tokenizer={made}")
-        for kind, more in (("healed", ()), ("labels", BY_LABELS)):
-            if kind == "healed" or name == "gva8":
-                folder = out / kind / f"{name}-{seed}"
-                done = folder / f"runs/healed/seed-{seed}/checkpoint-{HEALING}"
-                yield done, train("heal", store, folder, seed, "healed", HEALING, *begun, *more)
+        for kind, (_, names, settings) in TRAINED.items():
+            if name in names:
+                yield healed(store, out / kind / f"{name}-{seed}", seed, made, source, settings)
     yield from adopted(store, out, seed, source)
     for row in ROWS[1:3]:
         scratch = out / f"scratch-{row.steps}"
@@ -106,10 +112,7 @@ def commands(text: Path, store: Path, out: Path, seed: int) -> Iterator[tuple[Pa
 
 def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[Path, list[str]]]:
     """The source trained on, with a shift and without."""
-    plain = out / f"on/plain-{seed}"
-    begun = (f"training.start_from={source}", f"training.distil_from={source}", f"data.tokenizer={source}")
-    done = plain / f"runs/healed/seed-{seed}/checkpoint-{HEALING}"
-    yield done, train("heal", store, plain, seed, "healed", HEALING, *begun, *BY_LABELS)
+    yield healed(store, out / f"on/plain-{seed}", seed, source, source, TRAINED["labels"][2])
     shifted = out / f"converted/shift-{seed}"
     yield shifted, ["convert", str(source), str(shifted), "--shift", "kv"]
     given = (f"training.start_from={shifted}", f"data.tokenizer={shifted}")
@@ -118,6 +121,15 @@ def adopted(store: Path, out: Path, seed: int, source: Path) -> Iterator[tuple[P
         root = out / f"on/{folder}-{seed}"
         done = root / f"runs/{slug(variant)}/seed-{seed}/checkpoint-{HEALING}"
         yield done, train("adopt", store, root, seed, variant, HEALING, *given, *more)
+
+
+def healed(
+    store: Path, out: Path, seed: int, start: Path, source: Path, settings: tuple[str, ...]
+) -> tuple[Path, list[str]]:
+    """A run of the recipe ``heal`` from a checkpoint."""
+    begun = (f"training.start_from={start}", f"training.distil_from={source}", f"data.tokenizer={start}")
+    made = out / HEALED.format(seed=seed)
+    return made, train("heal", store, out, seed, "healed", HEALING, *begun, *settings)
 
 
 def train(recipe: str, store: Path, out: Path, seed: int, variant: str, steps: int, *more: str) -> list[str]:

@@ -52,6 +52,15 @@ inline int64_t page_at(const Call &call, int64_t b, int64_t index) {
     const int64_t at = b * call.table_stride + index;
     return call.wide ? static_cast<const int64_t *>(call.tables)[at] : static_cast<const int32_t *>(call.tables)[at];
 }
+
+// Where a token of a sequence lies: in which of its pages, and at what place there.
+struct Spot {
+    int64_t index, place;
+};
+inline Spot spot_of(const Call &call, int64_t t) {
+    if (!call.tables) return {0, t};  // without a division, of which a block of tokens would take many
+    return {t / call.page, t % call.page};
+}
 inline int64_t row_width(const Call &call) {
     const Stream &values = call.values.data ? call.values : call.keys;
     return (values.width + PADDING - 1) / PADDING * PADDING;

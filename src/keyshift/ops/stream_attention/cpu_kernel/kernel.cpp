@@ -59,7 +59,7 @@ class Task {
 
   private:
     const Call &call;
-    const int64_t per_group, width, rotary, value_width, halo, block, early_reach, reach;
+    const int64_t per_group, width, rotary, value_width, halo, block, share, early_reach, reach;
     int64_t b, first_query, queries, lowest, from, to;
     float *out, *maxima, *sums;
     // Scratch. Tokens start at e0 in keys, values and early, at j0 in the others.
@@ -123,7 +123,8 @@ Task<E>::Task(const Call &call, int64_t index)
       rotary(call.rope_keys.data ? padded<E>(call.rope_keys.width) : 0), value_width(padded<E>(values().width)),
       halo(std::max({call.steps, call.key_window, call.value_window}) - 1),
       block(std::clamp<int64_t>(BLOCK_BYTES / (int64_t(sizeof(E)) * width) / 16 * 16, 2 * PER_VECTOR<E>, 128)),
-      early_reach((EARLY_STEP * halo + 31) / 32 * 32), reach(block + early_reach + 32) {
+      share((block + call.groups - 1) / call.groups), early_reach((EARLY_STEP * halo + 31) / 32 * 32),
+      reach(block + early_reach + 32) {
     b = sequence_of(call, index);
     const int64_t splits = call.splits[b + 1] - call.splits[b], rest = index - call.splits[b] * query_blocks(call);
     const int64_t split = rest % splits;
@@ -202,9 +203,9 @@ const float *Task<E>::read_scales(const Stream &stream, const Block &at, float *
 template <typename E>
 void Task<E>::look_ahead(const Block &at) {
     const int64_t begin = at.j0 + block, end = std::min(begin + block, to);
-    next_keys = Ahead(call, call.keys, b, call.groups, at.g, begin, end);
-    if (call.values.data) next_values = Ahead(call, call.values, b, call.groups, at.g, begin, end);
-    if (rotary && at.g == 0) next_rope = Ahead(call, call.rope_keys, b, 1, 0, begin, end);
+    next_keys = Ahead(call, call.keys, b, call.groups, at.g, begin, end, share);
+    if (call.values.data) next_values = Ahead(call, call.values, b, call.groups, at.g, begin, end, share);
+    if (rotary && at.g == 0) next_rope = Ahead(call, call.rope_keys, b, 1, 0, begin, end, block);
     const int64_t tiles = (rows() + ROWS - 1) / ROWS, vectors = value_width / LANES;
     rate = (256 * next_keys.lines_per_row() + 2 * tiles * vectors - 1) / (2 * tiles * vectors);
     due = 0;

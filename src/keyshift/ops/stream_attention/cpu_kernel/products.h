@@ -118,10 +118,10 @@ struct Scoring {
     int64_t settled;        // from this token on, a shift needs no regard to starts
 };
 
-// Products of rows and tokens t … t + N - 1, not summed yet.
+// Products of rows and tokens t … t + N - 1, whose keys these are, not summed yet.
 template <int M, int N, typename E>
-INLINED void content(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t) {
-    multiply<M, N>(sums, s.query, s.keys.rows(t), s.width);
+INLINED void content(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t, Rows<E> keys) {
+    multiply<M, N>(sums, s.query, keys, s.width);
     if (s.scales)
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
@@ -134,7 +134,7 @@ template <int M, int N, typename E>
 INLINED void add_settled_steps(Floats (&sums)[M][N], const Scoring<E> &s, int64_t t) {
     for (int64_t step = 1; step < s.steps; step++) {
         const Rows<E> query = {s.query.data + step * s.query_step, s.query.stride};
-        if (s.keys.evenly(t - step, N)) {
+        if (s.keys.are_even(t - step, N)) {
             multiply<M, N>(sums, query, s.keys.rows(t - step), s.width);
             continue;
         }
@@ -210,9 +210,10 @@ INLINED void in_memory(Floats (&sums)[M][N], Change change) {
 enum Mode { PLAIN, STEPS, PAIRS, GENERAL };
 
 template <int M, int N, Mode MODE, typename E>
-inline void scores_tile(const Scoring<E> &s, int64_t t, Floats *before, float *out, int64_t stride) {
+inline void scores_tile(const Scoring<E> &s, int64_t t, Rows<E> keys, Rows<E> rope_keys, Floats *before, float *out,
+                        int64_t stride) {
     Floats sums[M][N] = {};
-    content<M, N>(sums, s, t);
+    content<M, N>(sums, s, t, keys);
     if constexpr (MODE == STEPS) add_settled_steps<M, N>(sums, s, t);
     if constexpr (MODE == PAIRS) mix_settled_pairs<M, N>(sums, s, before);
     if constexpr (MODE == GENERAL)
@@ -220,7 +221,7 @@ inline void scores_tile(const Scoring<E> &s, int64_t t, Floats *before, float *o
             if (s.steps > 1) add_steps(copy, M, N, s, t);
             if (s.mixes[0]) mix(copy, M, N, s, t, before);
         });
-    if (s.rotary) multiply<M, N>(sums, s.rope_query, s.rope_keys.rows(t), s.rotary);
+    if (s.rotary) multiply<M, N>(sums, s.rope_query, rope_keys, s.rotary);
     float totals[M * N];
     sums_of<M * N>(&sums[0][0], s.factor, totals);
     for (int m = 0; m < M; m++) std::memcpy(out + m * stride + t, totals + m * N, N * 4);
@@ -234,17 +235,25 @@ void scores(const Scoring<E> &s, int64_t tokens, Floats *before, float *out, int
     if constexpr (MODE == PAIRS || MODE == GENERAL)
         for (int64_t back = s.window - 1; back > 0; back--) {
             Floats one[M][1] = {};
-            if (-back >= s.earliest) content<M, 1>(one, s, -back);
+            if (-back >= s.earliest) content<M, 1>(one, s, -back, s.keys.rows(-back));
             for (int m = 0; m < M; m++) before[m * (s.window - 1) + s.window - 1 - back] = one[m][0];
         }
     if constexpr (MODE != PLAIN)
         for (; t < s.settled && t + N <= tokens; t += N)
-            scores_tile<M, N, GENERAL>(s, t, before, out, stride);
-    for (; t + N <= tokens; t += N) {
-        ahead(N);
-        scores_tile<M, N, MODE>(s, t, before, out, stride);
-    }
-    for (; t < tokens; t++) scores_tile<M, 1, MODE == PLAIN ? PLAIN : GENERAL>(s, t, before, out, stride);
+            scores_tile<M, N, GENERAL>(s, t, s.keys.rows(t), s.rope_keys.rows(t), before, out, stride);
+    auto sweep = [&](auto keys, auto rope_keys) __attribute__((always_inline)) {
+        for (; t + N <= tokens; t += N) {
+            ahead(N);
+            scores_tile<M, N, MODE>(s, t, keys(t), rope_keys(t), before, out, stride);
+        }
+    };
+    const Tokens<E> k = s.keys, r = s.rope_keys;
+    if (k.places || r.places)
+        sweep([&](int64_t at) { return k.rows(at); }, [&](int64_t at) { return r.rows(at); });
+    else  // without asking every time
+        sweep([&](int64_t at) { return k.evenly().from(at); }, [&](int64_t at) { return r.evenly().from(at); });
+    constexpr Mode REST = MODE == PLAIN ? PLAIN : GENERAL;
+    for (; t < tokens; t++) scores_tile<M, 1, REST>(s, t, k.rows(t), r.rows(t), before, out, stride);
 }
 
 // From the weight of a token before the block to the next one's: in between are zeros, for those tokens are taken one
@@ -282,7 +291,7 @@ inline void outputs_tile(float *out, int64_t stride, const float *corrections, W
     if (block.v.places)
         sweep([&](int64_t t) { return block.v.rows(t); });
     else  // without asking every time
-        sweep([&](int64_t t) { return Rows<E>{block.v.data + t * block.v.stride, block.v.stride}; });
+        sweep([&](int64_t t) { return block.v.evenly().from(t); });
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8

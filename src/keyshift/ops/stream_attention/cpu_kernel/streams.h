@@ -100,10 +100,10 @@ void read_row(const void *row, Kind kind, int64_t width, E *__restrict out) {
 // a stretch begins, and which and how many tokens it is.
 template <typename Each>
 INLINED void stretches(const Call &call, int64_t b, int64_t from, int64_t to, Each each) {
-    int64_t index = from / call.page, place = from % call.page;
-    for (int64_t t = from; t < to; place = 0) {
-        const int64_t count = std::min(call.page - place, to - t);
-        each(page_at(call, b, index++), place, t, count);
+    Spot spot = spot_of(call, from);
+    for (int64_t t = from; t < to; spot = {spot.index + 1, 0}) {
+        const int64_t count = std::min(call.page - spot.place, to - t);
+        each(page_at(call, b, spot.index), spot.place, t, count);
         t += count;
     }
 }
@@ -141,7 +141,7 @@ template <typename E>
 struct Rows {
     const E *data;
     int64_t stride;
-    Rows from(int64_t t) const { return {data + t * stride, stride}; }
+    INLINED Rows from(int64_t t) const { return {data + t * stride, stride}; }
 };
 
 // So many tokens are multiplied at once at most, and those of a block begin at multiples of it.
@@ -159,7 +159,8 @@ struct Tokens {
         return places ? Tokens{data, places + t, stride} : Tokens{data + t * stride, nullptr, stride};
     }
     INLINED Tokens channel(int64_t i) const { return {data + i, places, stride}; }
-    INLINED bool evenly(int64_t t, int64_t count) const {
+    INLINED Rows<E> evenly() const { return {data, stride}; }  // where there are no places
+    INLINED bool are_even(int64_t t, int64_t count) const {
         return !places || places[t + count - 1] - places[t] == (count - 1) * stride;
     }
 };
@@ -173,9 +174,9 @@ Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, 
         auto at = [&](int64_t page, int64_t head, int64_t place) {
             return reinterpret_cast<const E *>(address(stream, page, head, place));
         };
-        const int64_t index = from / call.page;
-        if (index == (to - 1) / call.page)
-            return {at(page_at(call, b, index), g, from % call.page), nullptr, stream.stride_t};
+        const Spot first = spot_of(call, from);
+        if (first.index == spot_of(call, to - 1).index)
+            return {at(page_at(call, b, first.index), g, first.place), nullptr, stream.stride_t};
         if (call.page % TOGETHER == 0 && lowest % TOGETHER == 0) {
             if (g == 0)
                 stretches(call, b, from, to, [&](int64_t page, int64_t place, int64_t t, int64_t count) {
@@ -203,21 +204,22 @@ Tokens<E> rows_of(const Call &call, const Stream &stream, int64_t b, int64_t g, 
 class Ahead {
   public:
     Ahead() = default;
-    Ahead(const Call &call, const Stream &stream, int64_t b, int64_t groups, int64_t g, int64_t from, int64_t to)
+    // Of tokens from … to - 1; `share` is as many as one of the groups need fetch where it fetches for all of them.
+    Ahead(const Call &call, const Stream &stream, int64_t b, int64_t groups, int64_t g, int64_t from, int64_t to,
+          int64_t share)
         : call(&call), stream(&stream), b(b), g(g) {
-        const int64_t size = size_of(stream.kind), count = std::max<int64_t>(to - from, 0);
+        const int64_t size = size_of(stream.kind);
         head_bytes = row_bytes = stream.width * size / (stream.kind == INT4 ? 2 : 1);
-        left = count;
         if (stream.stride_g * size == head_bytes) {
             // Heads side by side: a group fetches all heads of its share of the tokens.
             row_bytes *= groups;
             this->g = 0;
-            left = count * (g + 1) / groups - count * g / groups;
-            from += count * g / groups;
+            from += g * share;
+            to = std::min(to, from + share);
         }
+        left = to - from;
         gap = stream.stride_t * size - row_bytes;
-        index = from / call.page;
-        place = from % call.page;
+        spot = spot_of(call, from);
     }
     int64_t lines_per_row() const { return (head_bytes + 63) / 64; }
     // On to the next page, where one is done: apart from `fetch`, which has no registers to spare.
@@ -240,19 +242,20 @@ class Ahead {
   private:
     const Call *call = nullptr;
     const Stream *stream = nullptr;
-    int64_t b = 0, g = 0, index = 0, place = 0, left = 0, head_bytes = 0, row_bytes = 0;
+    int64_t b = 0, g = 0, left = 0, head_bytes = 0, row_bytes = 0;
+    Spot spot = {0, 0};
     const char *next = nullptr, *end = nullptr;  // of the row that is being fetched, or of rows side by side
     int64_t rows = 0, gap = 0;                   // that follow it in its page, and the bytes between them
 
     // To what is wanted of the next page.
     __attribute__((noinline)) void turn_page() {
-        const int64_t count = std::min(left, call->page - place);
+        const int64_t count = std::min(left, call->page - spot.place);
         const bool side_by_side = gap == 0;
-        next = address(*stream, page_at(*call, b, index++), g, place);
+        next = address(*stream, page_at(*call, b, spot.index), g, spot.place);
         end = next + (side_by_side ? count : 1) * row_bytes;
         rows = side_by_side ? 0 : count - 1;
         left -= count;
-        place = 0;
+        spot = {spot.index + 1, 0};
     }
 };
 
