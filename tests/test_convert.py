@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from commands import in_process
+from confined import memory_limit, run_in
 from safetensors.torch import load_file, save_file
 from test_reference_libraries import SHARED, assert_same_logits
 from tiny import LLAMA3, YARN, draw_biases_and_norms_, full, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from keyshift import KeyshiftForCausalLM, UserError
 from keyshift.convert import convert, plan
@@ -290,6 +291,26 @@ def test_too_large_to_compare_is_said_and_too_large_for_the_disk_refused(
         patch.setattr("shutil.disk_usage", lambda path: type("Disk", (), {"free": 1000}))
         with pytest.raises(UserError, match="are free there"):
             convert(planned, tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_larger_than_memory_is_converted_shard_by_shard(tmp_path: Path) -> None:
+    """In a container too, whose limit is not the machine's: comparing logits would end there."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_hidden_layers=26
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "llama", max_shard_size="100MB")
+    size = sum(path.stat().st_size for path in (tmp_path / "llama").glob("*.safetensors"))
+    limit = 700 * 2**20  # half of which are Python, PyTorch and transformers
+    assert size > 1.2 * limit
+    with memory_limit(limit) as group:
+        done = run_in(group, "-m", "keyshift.cli", "convert", tmp_path / "llama", tmp_path / "ours")
+    assert done.returncode == 0, done.stderr
+    assert "logits: not compared" in done.stdout
+    ours = KeyshiftForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(ours.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(ours.model.layers[25].mlp.up_proj.weight, model.model.layers[25].mlp.up_proj.weight)
 
 
 # The command

@@ -136,7 +136,7 @@ def _outcome(done: dict[str, Any]) -> list[str]:
             " ".join(f"{error:.3f}" for error in errors),
         ]
     elif done["logits_difference"] is None:
-        facts = ["logits: not compared, two such models do not fit into the memory that is free"]
+        facts = ["logits: not compared, for which the free memory is too small"]
     else:
         difference = done["logits_difference"]
         exact = (

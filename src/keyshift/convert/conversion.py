@@ -115,7 +115,7 @@ def convert(
 
     Returns:
         The largest difference of logits, relative to the largest logit, over random tokens in float32; None
-        where two such models do not fit into the memory that is free.
+        where such a model does not fit into the memory that is free.
 
     Raises:
         UserError: ``destination`` exists, or its disk is too small.
