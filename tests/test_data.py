@@ -314,6 +314,9 @@ def test_trained_tokenizer() -> None:
     assert len(tokenizer) == 400
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
     assert data.separator_id(tokenizer) == 0
+    bare = tokenizer.encode("so", "it", add_special_tokens=False)
+    assert tokenizer.encode("so") == [0, *tokenizer.encode("so", add_special_tokens=False)]
+    assert tokenizer.encode("so", "it") == [0, *bare]
     assert all(byte in tokenizer.get_vocab() for byte in pre_tokenizers.ByteLevel.alphabet())
     again = data.train_tokenizer(iter(sentences(300)), 400)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

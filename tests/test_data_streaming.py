@@ -52,7 +52,9 @@ def all_rows(folder: Path, kind: str, count: int, length: int) -> dict[str, torc
     """What the rows should be: the documents of the training side, again and again, end to end."""
     tokenizer = data.load_tokenizer(folder / "tokenizer")
     documents = [text for text in source(folder, kind).read() if not data.in_validation(text, FRACTION)]
-    encoded = [np.array([0, *tokenizer.encode(text), 0], np.uint16) for text in documents]
+    encoded = [
+        np.array([0, *tokenizer.encode(text, add_special_tokens=False), 0], np.uint16) for text in documents
+    ]
     epoch = np.concatenate(encoded)
     epochs = count * length // len(epoch) + 1
     starts = np.cumsum([0, *(len(each) for each in encoded)])[:-1]

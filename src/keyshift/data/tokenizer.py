@@ -21,10 +21,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     """A byte-level BPE tokenizer trained on ``documents``, which are streamed. Deterministic.
 
     It has the 256 bytes, so that any text round-trips, and ``<|endoftext|>`` (id 0) as bos, eos and pad
-    token. A small corpus can run out of pairs to merge before ``vocab_size`` tokens. Raises ``UserError``
-    if ``vocab_size`` is below the 257 tokens that are always there.
+    token. Asked for special tokens it puts that before a text, as training data has it, so that engines which
+    know nothing of this package prompt a model as it was trained. A small corpus can run out of pairs to
+    merge before ``vocab_size`` tokens. Raises ``UserError`` if ``vocab_size`` is below the 257 tokens that
+    are always there.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < 257:
@@ -39,6 +41,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(documents), trainer)
+    begun = f"{SPECIAL_TOKEN} $A"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=begun,
+        pair=f"{begun} $B:1",
+        special_tokens=[(SPECIAL_TOKEN, tokenizer.token_to_id(SPECIAL_TOKEN))],
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=SPECIAL_TOKEN, eos_token=SPECIAL_TOKEN, pad_token=SPECIAL_TOKEN
     )
