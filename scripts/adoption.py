@@ -10,8 +10,8 @@ seed, in OUT, each step once (called again, it goes on):
 - the source with a KV shift put in, α and β alone trained for 200 steps, then all weights, and without a
   shift as many.
 
-Then all are measured on the same held-out text, the store's. What docs/results/adopt.md shows is printed, and
-docs/results/adopt/losses.json is written.
+Then all are measured on the same held-out text, the store's. docs/results/adopt/losses.json is written, and
+the table of docs/results/adopt.md is printed, to be put there between its markers.
 """
 
 from __future__ import annotations

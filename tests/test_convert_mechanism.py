@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import in_process
+from texts import write_jsonl
 from tiny import LLAMA3, YARN, assert_close, draw_biases_and_norms_, full, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,6 +20,7 @@ from keyshift.convert import plan
 from keyshift.convert.across import average_turns, choose_pairs, collect, directions, fill_
 from keyshift.convert.mechanism import adapt, layer_errors, target_of
 from keyshift.data import train_tokenizer
+from keyshift.opened import load_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -209,6 +212,22 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
     assert answered.returncode == 0, answered.stderr
 
 
+def test_short_documents_make_short_rows(place: Path, tmp_path: Path) -> None:
+    """Rows lie within documents: of 90 documents of some 100 tokens none has 512."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 600}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).save_pretrained(tmp_path / "llama")
+    for path in (place / "llama").glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "llama")
+    tokenizer = load_tokenizer(str(tmp_path / "llama"))
+    texts = [f"line {100 + n} says {1000 + n * n}. " * 8 for n in range(90)]
+    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    assert 64 <= min(lengths) <= max(lengths) < 128
+    write_jsonl(tmp_path / "short.jsonl", texts)
+    adapted = adapt(plan(str(tmp_path / "llama")), tmp_path / "short.jsonl", tokens=4096)
+    assert adapted.tokens == 64 * 48  # of 64 rows, a quarter of which is measured on
+
+
 def test_mla_caches_as_many_bytes_unless_told_otherwise(place: Path, tmp_path: Path) -> None:
     for name, width, ratio in (("mla", (), 0.625), ("narrow", ("--latent-width", "8"), 0.375)):
         done = in_process("convert", "llama", tmp_path / name, *MLA, *width, "--json", cwd=place)
@@ -234,7 +253,7 @@ def test_mla_caches_as_many_bytes_unless_told_otherwise(place: Path, tmp_path: P
         (["--attention", "gva"], "pass --text, and no --to"),
         ([*GVA, "--to", "original"], "pass --text, and no --to"),
         (["--attention", "gva", "--text", "nowhere.txt"], "nowhere.txt"),
-        (["--attention", "gva", "--text", "short.txt"], "no document has 64 tokens; pass longer text"),
+        (["--attention", "gva", "--text", "short.txt"], "has 0 rows of 64 tokens within documents and"),
         ([*GVA, "--rope-width", "5"], "--rope-width=5 must be even"),
         ([*GVA, "--rope-width", "5", "--dry-run"], "--rope-width=5 must be even"),
         ([*GVA, "--latent-width", "5"], "--latent-width 5 is for --attention mla"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import runpy
@@ -53,6 +54,13 @@ def check(kept: Path) -> None:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.stem)
 def test_page_says_what_its_json_says(kept: Path) -> None:
     check(kept)
+
+
+def test_the_table_of_adoption_is_its_jsons() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "adoption.py"))
+    losses = json.loads((ROOT / "docs" / "results" / "adopt" / "losses.json").read_text())
+    assert [row["name"] for row in losses] == [row.name for row in script["ROWS"]]
+    assert measured(ROOT / "docs" / "results" / "adopt.md") == script["rendered"](losses) + "\n"
 
 
 @pytest.mark.parametrize("experiment", experiments(), ids=lambda each: each.recipe)

@@ -21,14 +21,14 @@ from keyshift.convert.across import average_turns, choose_pairs, collect, direct
 from keyshift.convert.conversion import Plan
 from keyshift.convert.files import appearing, copy_others, tensors_of
 from keyshift.errors import UserError
-from keyshift.evaluation.text import passages
+from keyshift.evaluation.text import pieces
 from keyshift.modeling import KeyshiftForCausalLM
 from keyshift.opened import Opened, load_tokenizer, positions_of, start_token
 
 MEASURED = 0.25
 """Share of the rows of text that nothing is fitted on."""
-LENGTH = 512
-"""Tokens of a row, or as many as the model has positions for."""
+LENGTH, SHORTEST = 512, 64
+"""Tokens of a row, or as many as the model has positions for; shorter, down to 64, where documents are."""
 FEWEST_ROWS = 8
 BATCH = 8
 
@@ -216,10 +216,16 @@ def _rows(
         name, source, tokenizer, start_token(tokenizer, source.config), positions_of(source.config)
     )
     length = min(LENGTH, opened.positions)
-    rows = passages(opened, text, length, max(FEWEST_ROWS, tokens // length))
+    rows = pieces(opened, text, length, max(FEWEST_ROWS, tokens // length))
+    while 2 * rows.numel() < tokens and length >= 2 * SHORTEST:
+        length //= 2
+        shorter = pieces(opened, text, length, max(FEWEST_ROWS, tokens // length))
+        if len(rows) < FEWEST_ROWS or shorter.numel() > 1.5 * rows.numel():
+            rows = shorter
     if len(rows) < FEWEST_ROWS:
         raise UserError(
-            f"--text={text} has {len(rows)} rows of {length} tokens; calibration needs {FEWEST_ROWS} at least"
+            f"--text={text} has {len(rows)} rows of {length} tokens within documents and calibration needs "
+            f"{FEWEST_ROWS} at least; pass more or longer text"
         )
     held_out = math.ceil(MEASURED * len(rows))
     return list(rows[:-held_out].split(BATCH)), list(rows[-held_out:].split(BATCH))

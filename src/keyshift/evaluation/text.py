@@ -30,12 +30,22 @@ def held_out(path: Path) -> Iterator[str]:
 
 
 def passages(opened: Opened, path: Path, length: int, limit: int) -> Tensor:
-    """Consecutive pieces of ``length`` tokens, the start token not counted: [S, length], S at most ``limit``.
-
-    Every document is cut from its beginning; what remains at its end, and shorter documents, are left out.
+    """`pieces` of text that has some.
 
     Raises:
         UserError: no document is as long; what `held_out` refuses.
+    """
+    found = pieces(opened, path, length, limit)
+    if not len(found):
+        raise UserError(f"--text={path}: no document has {length} tokens; pass longer text")
+    return found
+
+
+def pieces(opened: Opened, path: Path, length: int, limit: int) -> Tensor:
+    """Consecutive pieces of ``length`` tokens, the start token not counted: [S, length], S at most ``limit``.
+
+    Every document is cut from its beginning; what remains at its end, and shorter documents, are left out.
+    Raises `UserError`: what `held_out` refuses.
     """
     found: list[list[int]] = []
     for document in held_out(path):
@@ -43,6 +53,4 @@ def passages(opened: Opened, path: Path, length: int, limit: int) -> Tensor:
         found += [ids[first : first + length] for first in range(0, len(ids) - length + 1, length)]
         if len(found) >= limit:
             break
-    if not found:
-        raise UserError(f"--text={path}: no document has {length} tokens; pass longer text")
-    return torch.tensor(found[:limit])
+    return torch.tensor(found[:limit], dtype=torch.long).reshape(-1, length)
