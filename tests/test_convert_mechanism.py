@@ -212,6 +212,16 @@ def test_the_command_writes_a_checkpoint_and_says_how_near_it_is(place: Path, tm
     assert answered.returncode == 0, answered.stderr
 
 
+def test_a_disk_that_is_too_small_is_said_before_the_work(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Disk", (), {"free": 1000}))
+    done = in_process("convert", "llama", tmp_path / "gva", *GVA, cwd=place)
+    assert done.returncode == 2
+    assert "are free there" in done.stderr
+    assert "calibration text" not in done.stderr
+
+
 def test_short_documents_make_short_rows(place: Path, tmp_path: Path) -> None:
     """Rows lie within documents: of 90 documents of some 100 tokens none has 512."""
     torch.manual_seed(0)
@@ -253,6 +263,7 @@ def test_mla_caches_as_many_bytes_unless_told_otherwise(place: Path, tmp_path: P
         (["--attention", "gva"], "pass --text, and no --to"),
         ([*GVA, "--to", "original"], "pass --text, and no --to"),
         (["--attention", "gva", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["--attention", "gva", "--text", "nowhere.txt", "--dry-run"], "nowhere.txt"),
         (["--attention", "gva", "--text", "short.txt"], "has 0 rows of 64 tokens within documents and"),
         ([*GVA, "--rope-width", "5"], "--rope-width=5 must be even"),
         ([*GVA, "--rope-width", "5", "--dry-run"], "--rope-width=5 must be even"),

@@ -64,6 +64,29 @@ def test_a_group_above_its_limit_has_nothing_left(tmp_path: Path) -> None:
     assert list(_left_in_groups(tmp_path / "cgroup", tmp_path)) == [0]
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "left"),
+    [
+        ("memory.max", None, []),
+        ("memory.max", "", []),
+        ("memory.current", None, []),
+        ("memory.stat", None, [GIB // 2]),
+        ("memory.stat", "\ninactive_file\n", [GIB // 2]),
+    ],
+)
+def test_what_cannot_be_read_sets_no_limit(
+    tmp_path: Path, file: str, content: str | None, left: list[int]
+) -> None:
+    group(tmp_path / "groups", 2, str(GIB), used=GIB // 2, files=GIB // 4)
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "groups" / file).unlink()
+    if content is not None:
+        (tmp_path / "groups" / file).write_text(content)
+    else:
+        (tmp_path / "groups" / file).mkdir()  # which even root cannot read
+    assert list(_left_in_groups(tmp_path / "cgroup", tmp_path / "groups")) == left
+
+
 def test_without_control_groups_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keyshift.memory.MEMBERSHIP", tmp_path / "absent")
     assert GIB // 4 < free_memory() <= psutil.virtual_memory().total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,30 +21,36 @@ def free_memory() -> int:
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
     """What each limit leaves, of control groups of either version (Linux) and of those around them.
 
+    Whatever cannot be read sets no limit: to ask is a precaution, and may not be what fails.
+
     Args:
         membership: lines of ``number:controllers:path``, no controllers for version 2.
         groups: where control groups are mounted.
     """
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in re.findall(r"^\d+:([^:\n]*):(.*)$", _text(membership), re.MULTILINE):
         if controllers and "memory" not in controllers.split(","):
             continue
         mounted, limit, used = groups, "memory.max", "memory.current"
         if controllers:
             mounted, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         own = mounted / path.lstrip("/")
-        for group in (own, *own.parents):
-            # In a container the path may be the host's, and only the mounted root be there.
-            if group.is_relative_to(mounted) and (group / limit).exists():
-                text = (group / limit).read_text().strip()
-                if text != "max":
-                    yield max(0, int(text) - int((group / used).read_text()) + _reclaimable(group))
+        # In a container the path may be the host's, and only the mounted root be there.
+        for group in (each for each in (own, *own.parents) if each.is_relative_to(mounted)):
+            most, taken = _text(group / limit).strip(), _text(group / used).strip()
+            if most.isdecimal() and taken.isdecimal():  # "max" is no limit
+                yield max(0, int(most) - int(taken) + _reclaimable(group))
 
 
 def _reclaimable(group: Path) -> int:
     """Bytes of a group that files were read into, which the kernel takes back when memory is asked for."""
-    lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-    counts = {name: int(count) for name, count in lines}
-    return sum(counts.get(f"total_{name}", counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+    counts: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", _text(group / "memory.stat"), re.MULTILINE))
+    names = ("inactive_file", "active_file")
+    return sum(int(counts.get(f"total_{name}") or counts.get(name, "0")) for name in names)
+
+
+def _text(file: Path) -> str:
+    """What is in a file; nothing if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

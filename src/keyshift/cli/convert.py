@@ -67,8 +67,13 @@ def convert(
         needs = planned.needs()
     else:
         from keyshift.convert import mechanism
+        from keyshift.convert.conversion import check_disk
+        from keyshift.corpus import check_text
 
+        assert text is not None
+        check_text([text])
         needs = mechanism.needs(planned, mechanism.target_of(planned.target, **widths))
+        check_disk(needs["disk_bytes"], destination.expanduser())
     if not as_json:
         console.print(*_lines(needs, attention), sep="\n", soft_wrap=True)
     if dry_run:

@@ -121,7 +121,7 @@ def convert(
         UserError: ``destination`` exists, or its disk is too small.
         RunError: the two models do not agree, or writing failed; nothing is left of it.
     """
-    _check_disk(planned, destination.expanduser())
+    check_disk(planned.needs()["disk_bytes"], destination.expanduser())
     with appearing(destination) as unfinished:
         written(planned.weights, unfinished, planned.made, planned.added, progress)
         copy_others(planned.weights.folder, unfinished)
@@ -208,9 +208,10 @@ def _check_dtypes(weights: Weights) -> None:
             )
 
 
-def _check_disk(planned: Plan, destination: Path) -> None:
+def check_disk(needed: int, destination: Path) -> None:
+    """Raises `UserError` where so many bytes are not free."""
     existing = next(parent for parent in destination.absolute().parents if parent.exists())
-    free, needed = shutil.disk_usage(existing).free, planned.needs()["disk_bytes"]
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
             f"DST {str(destination)!r} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free there"
