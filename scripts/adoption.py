@@ -156,7 +156,7 @@ def measure(store: Path, out: Path, seeds: list[int]) -> list[dict[str, Any]]:
             rows = passages(opened, store, LENGTH, sys.maxsize)
             losses.append(loss(opened, rows))
             bytes_ = cache_bytes_per_token(opened.model.config, torch.bfloat16)
-            shifts = [weight - torch.tensor([1.0, 0.0]) for weight in shift_parameters(opened.model)]
+            shifts = [weight.detach() - torch.tensor([1.0, 0.0]) for weight in shift_parameters(opened.model)]
             moved += [float(weight.abs().max()) for weight in shifts]
         table.append({"name": row.name, "steps": row.steps, "losses": losses, "bytes": bytes_})
         if moved:
